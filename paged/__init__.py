@@ -1,0 +1,122 @@
+"""paged: a manager for the paged KV cache of transformer decoders, and the batched serving engine around it.
+
+The memory half is imported here and needs no torch. What needs more is found by name on first use:
+
+    from paged import LLM, SamplingParams
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paged.allocator import NULL_PAGE, BlockAllocator
+from paged.block_table import BlockTable, pages_for
+from paged.errors import (
+    CheckpointError,
+    ConfigError,
+    InvariantError,
+    OutOfPages,
+    PagedError,
+    PageStateError,
+    RequestError,
+    StepError,
+)
+from paged.layout import KVLayout
+from paged.manager import KVCacheManager, Move
+from paged.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from paged.attention import AttentionMetadata
+    from paged.pool import KVPool
+    from scheduler.config import EngineConfig
+    from scheduler.engine import Engine
+    from scheduler.llm import LLM
+    from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+    from worker.step import SamplingParams, Step, StepResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # memory
+    "NULL_PAGE",
+    "BlockAllocator",
+    "BlockTable",
+    "KVCacheManager",
+    "KVLayout",
+    "Move",
+    "PrefixCache",
+    "pages_for",
+    # memory that needs torch
+    "AttentionMetadata",
+    "KVPool",
+    # the engine
+    "LLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "Logprob",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "Step",
+    "StepResult",
+    # errors
+    "PagedError",
+    "CheckpointError",
+    "ConfigError",
+    "InvariantError",
+    "OutOfPages",
+    "PageStateError",
+    "RequestError",
+    "StepError",
+]
+
+_FORWARDED = {
+    "AttentionMetadata": "paged.attention",
+    "KVPool": "paged.pool",
+    "LLM": "scheduler.llm",
+    "RequestOutput": "scheduler.outputs",
+    "CompletionOutput": "scheduler.outputs",
+    "Logprob": "scheduler.outputs",
+    "EngineStats": "scheduler.outputs",
+    "Engine": "scheduler.engine",
+    "EngineConfig": "scheduler.config",
+    "SamplingParams": "worker.step",
+    "Step": "worker.step",
+    "StepResult": "worker.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORWARDED:
+        raise AttributeError(f"module 'paged' has no attribute {name!r}")
+    _check_siblings()
+    value = getattr(importlib.import_module(_FORWARDED[name]), name)
+    value.__module__ = __name__  # users are shown only `paged`
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _check_siblings() -> None:
+    """`scheduler` and `worker` are common names: another package of that name must not be taken for ours."""
+    home = Path(__file__).resolve().parent.parent
+    for name in ("scheduler", "worker"):
+        spec = find_spec(name)
+        places = [Path(place).resolve().parent for place in (spec.submodule_search_locations or ())] if spec else []
+        if home not in places:
+            found = (spec.origin or str(places[0])) if spec else "nothing"
+            raise ImportError(f"paged needs its own package {name!r} beside it, in {home}, and found {found}")
+
+
+for _name in ("BlockAllocator", "BlockTable", "KVCacheManager", "KVLayout", "Move", "PrefixCache"):
+    globals()[_name].__module__ = __name__
+for _name in (n for n in __all__ if n.endswith(("Error", "Pages"))):
+    globals()[_name].__module__ = __name__
+del _name

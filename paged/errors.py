@@ -1,0 +1,58 @@
+"""Everything that paged raises on purpose.
+
+    PagedError
+    ├── ConfigError      a setting is unknown or has a value that cannot work      (also a ValueError)
+    ├── CheckpointError  a model cannot be found, fetched or loaded as it is
+    ├── RequestError     a request is refused; no other request notices            (also a ValueError)
+    ├── OutOfPages       not enough free pages; nothing was changed
+    ├── PageStateError   a page or sequence is not in the state that the call needs; nothing was changed
+    ├── StepError        a worker got steps out of order, or one that does not fit its state
+    └── InvariantError   check() found state that must never be; the message names the invariant
+
+`assert` is for our own faults; these are for the caller's. Every message says what, the numbers, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class PagedError(Exception):
+    """Base of all errors below."""
+
+
+class ConfigError(PagedError, ValueError):
+    """A setting is unknown or has a value that cannot work."""
+
+
+class CheckpointError(PagedError):
+    """A model cannot be found, fetched or loaded as it is."""
+
+
+class RequestError(PagedError, ValueError):
+    """A request is refused. `param` names the field at fault, where one is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class OutOfPages(PagedError):
+    """Not enough free pages. Nothing was changed."""
+
+    def __init__(self, wanted: int, available: int, total: int) -> None:
+        super().__init__(
+            f"{wanted} pages wanted, {available} available of {total}: "
+            "free a sequence first, or raise kv_memory"
+        )
+        self.wanted, self.available, self.total = wanted, available, total
+
+
+class PageStateError(PagedError):
+    """A page or sequence is not in the state that the call needs. Nothing was changed."""
+
+
+class StepError(PagedError):
+    """A worker got steps out of order, or one that does not fit its state."""
+
+
+class InvariantError(PagedError):
+    """`check()` found state that must never be; the message names the invariant and the page."""

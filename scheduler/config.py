@@ -1,0 +1,85 @@
+"""EngineConfig: every setting of the engine, once. The command line and LLM(...) take the same names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from paged.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _setting(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The settings of one engine; None where the value depends on the model or the machine.
+
+    Raises ConfigError for a value that cannot work, before anything is loaded.
+    """
+
+    model: str = _setting("smollm2", "built-in name, directory, .gguf file, or hub id")
+    dtype: str = _setting("auto", "auto, float32, bfloat16 or float16; auto is bfloat16 where native")
+    kv_memory: str | int = _setting("30%", "bytes for pages: 2GiB, 512MiB, or a share of what may be used: 30%")
+    page_size: int | None = _setting(None, "tokens a page, a power of two from 1 to 256 [16 on CPU, 64 on CUDA]")
+    max_model_len: int | None = _setting(None, "longest sequence, prompt and output [the model's]")
+    max_num_seqs: int = _setting(64, "most sequences in a step")
+    max_num_batched_tokens: int | None = _setting(None, "token budget of a step [512 on CPU, 4096 on CUDA]")
+    enable_prefix_caching: bool = _setting(True, "find the pages of equal prefixes again")
+    threads: int | None = _setting(None, "CPU threads [what the cgroup and the affinity allow]")
+    device: str = _setting("auto", "auto, cpu or cuda")
+    attention_backend: str = _setting("auto", "auto, sdpa or reference")
+    seed: int | None = _setting(None, "draws the seeds of requests that bring none")
+
+    @classmethod
+    def from_settings(cls, **settings: Any) -> EngineConfig:
+        """The config of these settings. Raises ConfigError, with the nearest known name, for an unknown one."""
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ConfigError(f"unknown setting {name}: {hint}")
+        return cls(**settings)
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("attention_backend", self.attention_backend, ("auto", "sdpa", "reference"))
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a name or a path, not {self.model!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        for name in ("page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
+            value = getattr(self, name)
+            if value is None and name != "max_num_seqs":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.page_size is not None and (self.page_size > 256 or self.page_size & (self.page_size - 1)):
+            raise ConfigError(f"page_size must be a power of two from 1 to 256, not {self.page_size}")
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
+        parse_memory(self.kv_memory, available=0)
+
+
+def parse_memory(value: str | int, available: int) -> int:
+    """`kv_memory` in bytes: a number, one with a unit (`512MiB`), or a share of `available` bytes (`30%`)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", str(value))
+    unit = match[2].upper() if match else "?"
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise ConfigError(f"kv_memory {value!r} is not understood: give bytes as 2GiB or 512MiB, or a share as 30%")
+    amount = float(match[1])
+    if amount <= 0 or (unit == "%" and amount > 100):
+        raise ConfigError(f"kv_memory must be more than nothing and at most 100%, not {value!r}")
+    return int(available * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")

@@ -1,0 +1,281 @@
+"""LLM: the front door. A model, an engine over it, and text in and out, in one object.
+
+    from paged import LLM, SamplingParams
+
+    llm = LLM("smollm2")
+    for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from worker.checkpoints import peek, resolve
+from worker.model_config import ModelConfig
+
+from paged.errors import ConfigError, RequestError
+from paged.layout import KVLayout, available_memory
+from scheduler.config import EngineConfig, parse_memory
+from scheduler.engine import Engine
+from scheduler.outputs import RequestOutput
+from scheduler.text import Tokenizer
+from worker.device import pick_device, pick_dtype, pick_threads
+from worker.step import SamplingParams
+
+# Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, Any]
+Params: TypeAlias = SamplingParams | SequenceOf[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an engine with these settings uses on this machine. None where it takes a model that is not here yet."""
+
+    device: str
+    dtype: str
+    dtype_reason: str
+    backend: str
+    backend_reason: str
+    threads: int
+    threads_reason: str
+    model_name: str
+    model_known: bool
+    page_size: int
+    max_num_batched_tokens: int
+    kv_bytes: int  # that kv_memory allows
+    bytes_per_token: int | None = None
+    num_pages: int | None = None  # the null page counted
+    max_model_len: int | None = None
+
+
+def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
+    """Resolve `config` against this machine and the model, as far as it is known. Downloads and loads nothing.
+
+    Raises ConfigError for what cannot work here.
+    """
+    model = model or peek(config.model)
+    device = pick_device(config.device)
+    dtype, dtype_reason = pick_dtype(config.dtype, device)
+    threads, threads_reason = pick_threads(config.threads)
+    page_size = config.page_size or (64 if device == "cuda" else 16)
+    backend = "sdpa" if config.attention_backend == "auto" else config.attention_backend
+    reason = "the fastest here" if config.attention_backend == "auto" else "as set"
+    kv_bytes = parse_memory(config.kv_memory, _memory(device))
+    known: dict[str, Any] = {}
+    if model is not None:
+        layout = kv_layout(model, dtype, page_size)
+        max_model_len = config.max_model_len or model.max_model_len
+        if max_model_len > model.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, and the model's positions end at {model.max_model_len}: lower it"
+            )
+        # More pages than the longest sequences of a full step take would never be used.
+        most = config.max_num_seqs * -(-max_model_len // page_size) + 1
+        pages = min(layout.pages_in(kv_bytes), most)
+        known = {
+            "bytes_per_token": layout.bytes_per_token,
+            "num_pages": pages,
+            "max_model_len": max_model_len,
+        }
+    return Plan(
+        device=device,
+        dtype=dtype,
+        dtype_reason=dtype_reason,
+        backend=backend,
+        backend_reason=reason,
+        threads=threads,
+        threads_reason=threads_reason,
+        model_name=config.model,
+        model_known=model is not None,
+        page_size=page_size,
+        max_num_batched_tokens=config.max_num_batched_tokens or (4096 if device == "cuda" else 512),
+        kv_bytes=kv_bytes,
+        **known,
+    )
+
+
+def kv_layout(model: ModelConfig, dtype: str, page_size: int) -> KVLayout:
+    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype, page_size)
+
+
+class LLM:
+    """A loaded model behind an engine. Settings are those of EngineConfig, by name.
+
+    Raises ConfigError for a bad setting, CheckpointError for a model that cannot be had.
+    """
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        self._start(EngineConfig.from_settings(model=model, **settings))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        plan(config)  # refuses what cannot work before anything is downloaded
+        checkpoint = resolve(config.model)
+        self.config = config
+        self.plan = plan(config, checkpoint.config)
+        self.model_name = checkpoint.name
+        self.tokenizer = Tokenizer.from_dir(checkpoint.path)
+        assert self.plan.num_pages is not None
+        assert self.plan.max_model_len is not None
+
+        from worker.loading import load_executor  # imports torch: 1.2 s
+
+        executor = load_executor(
+            checkpoint.path,
+            checkpoint.config,
+            kv_layout(checkpoint.config, self.plan.dtype, self.plan.page_size),
+            num_pages=self.plan.num_pages,
+            max_model_len=self.plan.max_model_len,
+            device=self.plan.device,
+            backend=self.plan.backend,
+            threads=self.plan.threads,
+        )
+        self.engine = Engine(
+            executor,
+            self.tokenizer,
+            page_size=self.plan.page_size,
+            max_model_len=self.plan.max_model_len,
+            vocab_size=checkpoint.config.vocab_size,
+            eos_token_ids=checkpoint.config.eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=self.plan.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            seed=config.seed,
+        )
+        self._ids = itertools.count()
+        self._mail: dict[str, list[RequestOutput]] = {}
+
+    def generate(
+        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Params = None
+    ) -> list[RequestOutput]:
+        """Continue each prompt; the answers in the order of the prompts.
+
+        prompts: one or a list of texts or lists of token ids. sampling_params: one for all, or one for each. Raises
+        RequestError, which names the prompt, before anything runs.
+        """
+        return self._in_order(self._requests(prompts, sampling_params, chat=False))
+
+    def generate_iter(
+        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Params = None
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields each answer as it is finished; its request_id is the number of its prompt."""
+        return self._run(self._requests(prompts, sampling_params, chat=False))
+
+    def chat(self, messages: SequenceOf[Any], sampling_params: Params = None) -> list[RequestOutput]:
+        """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of conversations."""
+        return self._in_order(self._requests(messages, sampling_params, chat=True))
+
+    def stream(
+        self, prompt: Prompt | SequenceOf[Any], sampling_params: SamplingParams | None = None, *, chat: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt (or with `chat` one conversation); yields what is new after every step."""
+        request = self._requests([prompt], sampling_params, chat)
+        return self._run(request, stream=True)
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        self.engine.close()
+
+    def _requests(self, prompts: Any, sampling_params: Params, chat: bool) -> list[_Wanted]:
+        """Every prompt tokenised and checked, before the first is queued."""
+        items = [prompts] if _is_one(prompts, chat) else list(prompts)
+        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+            params = [sampling_params or SamplingParams()] * len(items)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(items):
+            raise RequestError(f"{len(items)} prompts and {len(params)} sampling_params: give one, or one for each")
+        wanted = []
+        for i, (item, param) in enumerate(zip(items, params, strict=True)):
+            try:
+                text, tokens = self._tokens(item, chat)
+                self.engine.resolve("", tokens, param, chat=chat)
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}", error.param) from None
+            wanted.append(_Wanted(text, tokens, param, chat))
+        return wanted
+
+    def _tokens(self, prompt: Any, chat: bool) -> tuple[str | None, Any]:
+        """The text of a prompt, where it is one, and its token ids."""
+        if chat:
+            return None, self.tokenizer.encode_chat(prompt)
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        if isinstance(prompt, str):
+            self.check_length(prompt)
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, (list, tuple, np.ndarray)):
+            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.80}", "prompt")
+        return None, prompt
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit before it is tokenised, which takes seconds for megabytes."""
+        least, most = self.tokenizer.min_tokens(text), self.engine.max_prompt_tokens
+        if least > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which are at least {least} tokens, and {most} are the most "
+                "that fit: shorten it",
+                "prompt",
+            )
+
+    def _in_order(self, wanted: list[_Wanted]) -> list[RequestOutput]:
+        return sorted(self._run(wanted), key=lambda output: int(output.request_id))
+
+    def _run(self, wanted: list[_Wanted], stream: bool = False) -> Iterator[RequestOutput]:
+        """Queue all, and yield outputs as they come. Left early, or by an error, it aborts what has not ended."""
+        numbers: dict[str, int] = {}
+        try:
+            for i, one in enumerate(wanted):
+                request_id = f"llm-{next(self._ids)}"
+                self.engine.add(request_id, one.tokens, one.params, prompt=one.text, chat=one.chat, stream=stream)
+                numbers[request_id] = i
+            while numbers:
+                mine = [request_id for request_id in numbers if request_id in self._mail]
+                if not mine:
+                    for output in self.engine.step():  # of other iterators over this engine too
+                        self._mail.setdefault(output.request_id, []).append(output)
+                for request_id in mine:
+                    for output in self._mail.pop(request_id):
+                        number = numbers.pop(request_id) if output.finished else numbers[request_id]
+                        yield replace(output, request_id=str(number))
+        finally:
+            for request_id in numbers:
+                self.engine.abort(request_id)
+                self._mail.pop(request_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One prompt of a call, ready to be queued."""
+
+    text: str | None
+    tokens: Any
+    params: SamplingParams
+    chat: bool
+
+
+def _is_one(prompts: Any, chat: bool) -> bool:
+    """Whether this is one prompt (or conversation), not a list of them."""
+    if isinstance(prompts, (str, Mapping, np.ndarray)):
+        return True
+    first = prompts[0] if len(prompts) else None
+    return isinstance(first, Mapping) if chat else isinstance(first, (int, np.integer))
+
+
+def _memory(device: str) -> int:
+    if device == "cpu":
+        return available_memory()
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])

@@ -1,0 +1,75 @@
+"""What comes back: RequestOutput and its parts, named as in vLLM's offline API, and the engine's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability in the raw distribution of the model, and its rank in it (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation.
+
+    token_ids holds every generated token, the one that ended it (an end token, or the last of a stop string)
+    included; text leaves that ending out. In a stream, text, token_ids and logprobs hold what is new.
+    logprobs has one dict a token, id -> Logprob: the chosen token first, then the alternatives asked for.
+    stop_reason is the stop string or stop token id of the request that ended it; None for the model's own end tokens.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one request, or in a stream the part of it that is new."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache at first admission
+    num_output_tokens: int = 0  # generated so far, in a stream too
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine began; `running`, `waiting` and the page counts are of now. Tokens, pages, steps."""
+
+    num_steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    max_running: int = 0  # most sequences in one step
+    total_pages: int = 0  # that can be handed out, so without the null page
+    used_pages: int = 0
+    peak_pages: int = 0
+    prompt_tokens: int = 0  # of requests that were admitted, each counted once
+    cached_tokens: int = 0  # of those, found in the prefix cache at first admission
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0  # of those, computed before and lost to a preemption
+    preemptions: int = 0
+    waste_sum: float = field(default=0.0, repr=False)  # see `waste`
+
+    @property
+    def waste(self) -> float:
+        """Bytes of pages held minus bytes of tokens in them, over bytes of tokens, averaged over the steps."""
+        return self.waste_sum / self.num_steps if self.num_steps else 0.0

@@ -1,0 +1,431 @@
+"""PrefixCache: what is found, what is forgotten and in which order, and that check() sees each planted fault."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import snapshot
+
+import paged
+from paged import InvariantError, KVCacheManager, PrefixCache
+from paged.prefix_cache import Entry, Tokens
+
+PAGE_SIZE = 4
+P, Q = list(range(1, 10)), list(range(11, 20))  # case A08: two full pages and one token each
+
+
+def tokens(*ids: int) -> Tokens:
+    return np.array(ids, dtype=np.int32)
+
+
+def constant(parent: bytes, page: bytes) -> bytes:
+    return b"x"
+
+
+def one_bit(parent: bytes, page: bytes) -> bytes:
+    return bytes([hashlib.sha256(parent + page).digest()[0] & 1])
+
+
+def manager_with(digest: Callable[[bytes, bytes], bytes], num_pages: int = 16) -> KVCacheManager:
+    manager = KVCacheManager(num_pages, PAGE_SIZE)
+    manager.prefix_cache = PrefixCache(PAGE_SIZE, digest)
+    return manager
+
+
+def run(manager: KVCacheManager, seq_id: int, prompt: list[int]) -> int:
+    """Begin a sequence and compute its whole prompt. Returns the tokens that were cached."""
+    cached = manager.allocate(seq_id, tokens(*prompt), len(prompt))
+    manager.commit(seq_id, tokens(*prompt), len(prompt))
+    return cached
+
+
+def hit(manager: KVCacheManager, prompt: list[int]) -> list[int]:
+    """The pages found for a prompt."""
+    return [entry.page for entry in manager.prefix_cache.match(tokens(*prompt))]
+
+
+# Digests
+
+
+def test_a_digest_is_sha256_over_the_digest_before_and_the_tokens_as_little_endian_int32() -> None:
+    cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
+    cache.publish(tokens(1, 2, 3, 4, 300, 70_000, 7, 2**31 - 1), [5, 6], chain, 8)
+    root = hashlib.sha256(b"paged").digest()
+    first = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()
+    second = hashlib.sha256(first + struct.pack("<4i", 300, 70_000, 7, 2**31 - 1)).digest()
+    assert [entry.digest for entry in chain] == [first, second]
+
+
+def test_an_entry_keeps_the_tokens_of_its_page_in_their_order() -> None:
+    cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
+    cache.publish(tokens(4, 3, 2, 1), [5], chain, 4)
+    assert chain[0].tokens == struct.pack("<4i", 4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("other", [[4, 3, 2, 1, 9], [1, 2, 3, 5, 9], [0, 1, 2, 3, 4], [256, 512, 768, 1024, 9]])
+def test_other_tokens_or_another_order_of_them_are_not_found(other: list[int]) -> None:
+    cache = PrefixCache(PAGE_SIZE)
+    cache.publish(tokens(1, 2, 3, 4), [5], [], 4)
+    assert cache.match(tokens(*other)) == []
+
+
+def test_tokens_of_another_width_or_stride_are_found_all_the_same() -> None:
+    cache = PrefixCache(PAGE_SIZE)
+    cache.publish(tokens(1, 2, 3, 4), [5], [], 4)
+    strided = np.array([1, 0, 2, 0, 3, 0, 4, 0, 9], dtype=np.int32)[::2]
+    assert [entry.page for entry in cache.match(strided)] == [5]
+
+
+def test_the_same_page_after_another_history_is_not_found() -> None:
+    cache = PrefixCache(PAGE_SIZE)
+    cache.publish(tokens(1, 2, 3, 4, 5, 6, 7, 8), [5, 6], [], 8)
+    assert cache.match(tokens(5, 6, 7, 8, 9)) == []
+    assert [entry.page for entry in cache.match(tokens(1, 2, 3, 4, 9, 9, 9, 9, 5, 6, 7, 8, 9))] == [5]
+
+
+@pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_a_hit_never_covers_the_last_token(length: int, pages: int) -> None:
+    cache = PrefixCache(PAGE_SIZE)
+    cache.publish(np.arange(12, dtype=np.int32), [5, 6, 7], [], 12)
+    assert len(cache.match(np.arange(length, dtype=np.int32))) == pages
+
+
+def test_looking_up_changes_nothing() -> None:
+    manager = manager_with(paged.prefix_cache.sha256_digest)
+    run(manager, 1, P)
+    manager.free(1)
+    before = snapshot.of_manager(manager)
+    assert manager.match(tokens(*P)) == 8
+    assert snapshot.of_manager(manager) == before
+
+
+def test_only_full_pages_of_computed_tokens_are_published() -> None:
+    cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
+    cache.publish(tokens(*P), [5, 6, 7], chain, 7)
+    assert [entry.page for entry in chain] == [5]
+    cache.publish(tokens(*P), [5, 6, 7], chain, 8)
+    assert [entry.page for entry in chain] == [5, 6]
+
+
+def test_a_page_whose_content_is_cached_already_stays_private() -> None:
+    cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
+    cache.publish(tokens(*P), [5, 6], [], 8)
+    cache.publish(tokens(1, 2, 3, 4, 50, 60, 70, 80), [7, 8], chain, 8)
+    assert [entry.page for entry in chain] == [5, 8]
+    assert cache.entry(7) is None
+    cache.check()
+
+
+def test_the_number_of_entries_is_the_length() -> None:
+    cache = PrefixCache(PAGE_SIZE)
+    cache.publish(tokens(*P), [5, 6], [], 8)
+    assert (len(cache), cache.num_idle) == (2, 0)
+
+
+# A08: digests that collide
+
+
+@pytest.mark.parametrize("digest", [constant, one_bit])
+def test_a08_another_prompt_with_the_same_digests_hits_nothing(digest: Callable[[bytes, bytes], bytes]) -> None:
+    manager = manager_with(digest)
+    run(manager, 1, P)
+    assert run(manager, 2, Q) == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("digest", [constant, one_bit])
+def test_a08_the_same_prompt_hits_only_pages_of_its_own_tokens(digest: Callable[[bytes, bytes], bytes]) -> None:
+    manager = manager_with(digest)
+    run(manager, 1, P)
+    own = manager.table(1).pages
+    found = hit(manager, P)
+    assert found == own[: len(found)]
+    assert found, "the first page has a slot of its own"
+
+
+@pytest.mark.parametrize("digest", [constant, one_bit])
+def test_a08_a_page_that_repeats_within_a_prompt_is_not_its_own_child(digest: Callable[[bytes, bytes], bytes]) -> None:
+    """[1, 2, 3, 4] twice: tokens and (with a constant digest) digest are equal, the history is not."""
+    manager = manager_with(digest)
+    repeated = [1, 2, 3, 4, 1, 2, 3, 4, 9]
+    run(manager, 1, repeated)
+    pages = manager.table(1).pages
+    found = hit(manager, repeated)
+    assert found == pages[: len(found)]
+    assert len(set(found)) == len(found)
+    manager.check()
+
+
+@pytest.mark.parametrize("digest", [constant, one_bit])
+@pytest.mark.parametrize("seed", range(10))
+def test_a08_whatever_collides_a_hit_has_the_whole_history(digest: Callable[[bytes, bytes], bytes], seed: int) -> None:
+    """Random prompts of two different tokens, so that pages repeat; every page is known by the history put into it."""
+    rng = random.Random(seed)
+    manager, history = manager_with(digest, 10), dict[int, list[int]]()
+    for seq_id in range(60):
+        prompt = rng.choices([1, 2], k=rng.randint(1, 17))
+        for i, page in enumerate(hit(manager, prompt)):
+            assert history[page] == prompt[: (i + 1) * PAGE_SIZE]
+        run(manager, seq_id, prompt)
+        for i, page in enumerate(manager.table(seq_id).pages):
+            history[page] = prompt[: (i + 1) * PAGE_SIZE]
+        manager.check()
+        manager.free(seq_id)
+        manager.check()
+
+
+# Eviction
+
+
+def test_a02_an_evicted_page_is_never_found() -> None:
+    manager = KVCacheManager(4, PAGE_SIZE)
+    run(manager, 1, list(range(1, 9)))
+    first, second = manager.table(1).pages
+    manager.free(1)
+    run(manager, 2, [21, 22, 23, 24, 25])
+    assert second in manager.table(2).pages, "the page of tokens 5 to 8 was the victim"
+    assert hit(manager, [*range(1, 9), 9]) == [first]
+    assert not {first} & set(manager.table(2).pages)
+    manager.check()
+
+
+def a03() -> int:
+    manager = KVCacheManager(4, PAGE_SIZE)
+    run(manager, 1, list(range(1, 13)))
+    manager.free(1)
+    run(manager, 2, [50, 51, 52])
+    return manager.match(tokens(*range(1, 13), 99))
+
+
+def test_a03_the_last_page_of_a_chain_is_the_victim_in_200_of_200_pools() -> None:
+    assert [a03() for _ in range(200)] == [8] * 200
+
+
+@pytest.mark.parametrize("seed", ["0", "4242"])
+def test_a03_does_not_depend_on_the_seed_of_pythons_hash(seed: str) -> None:
+    home = Path(paged.__file__).parent.parent
+    code = f"""
+import numpy as np
+from paged import KVCacheManager
+def tokens(*ids): return np.array(ids, dtype=np.int32)
+def run(manager, seq_id, prompt):
+    manager.allocate(seq_id, tokens(*prompt), len(prompt))
+    manager.commit(seq_id, tokens(*prompt), len(prompt))
+for _ in range(200):
+    manager = KVCacheManager(4, {PAGE_SIZE})
+    run(manager, 1, range(1, 13))
+    manager.free(1)
+    run(manager, 2, [50, 51, 52])
+    assert manager.match(tokens(*range(1, 13), 99)) == 8
+"""
+    environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(home)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+
+
+def test_the_least_recently_used_chain_goes_first() -> None:
+    manager = KVCacheManager(6, PAGE_SIZE)
+    for seq_id, prompt in enumerate((P, Q)):
+        run(manager, seq_id, prompt[:8])
+        manager.free(seq_id)
+    run(manager, 2, P)  # P is used again, so Q is the older one
+    manager.free(2)
+    run(manager, 3, [50, 51, 52, 53, 54])
+    assert (manager.match(tokens(*P)), manager.match(tokens(*Q))) == (8, 4)
+
+
+def test_evicting_with_every_page_owned_raises() -> None:
+    manager = KVCacheManager(4, PAGE_SIZE)
+    run(manager, 1, P)
+    with pytest.raises(KeyError, match="no page without an owner"):
+        manager.prefix_cache.evict()
+
+
+def test_what_only_a_forgotten_page_led_to_is_forgotten_too() -> None:
+    """Two sequences compute the same first page, and the second one's later page hangs below the first one's page."""
+    manager = KVCacheManager(8, PAGE_SIZE)
+    for seq_id in (1, 2):  # both miss
+        manager.allocate(seq_id, tokens(*P), 9)
+    for seq_id, prompt in ((1, P[:4]), (2, P)):
+        manager.commit(seq_id, tokens(*prompt), len(prompt))
+    manager.free(1)
+    manager.allocate(3, tokens(*range(60, 68)), 8)  # takes what is free, then evicts the first page
+    manager.allocate(4, tokens(*range(70, 78)), 8)
+    assert manager.match(tokens(*P)) == 0
+    assert len(manager.prefix_cache) == 0
+    manager.check()
+    manager.free(2)  # its page, forgotten while it was owned, is free now and not cached
+    assert manager.allocator.num_cached == 0
+    manager.check()
+
+
+class Node:
+    """A page of the model below: its history, who owns it, when it was last used."""
+
+    def __init__(self, path: tuple[int, ...]) -> None:
+        self.path = path
+        self.owners = 0
+        self.used = 0
+
+
+class LeastRecentlyUsed:
+    """What a prefix cache over `num_pages` holds, by brute force: nodes by history, and the time of each one's use."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.nodes: dict[tuple[int, ...], Node] = {}
+        self.running: dict[int, tuple[list[Node], list[Node], int]] = {}  # its path, the nodes it owns, private pages
+        self.clock = itertools.count(1)
+
+    def match(self, prompt: list[int]) -> list[Node]:
+        paths = [tuple(prompt[:end]) for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE)]
+        return [self.nodes[path] for path in itertools.takewhile(self.nodes.__contains__, paths)]
+
+    def run(self, seq_id: int, prompt: list[int]) -> bool:
+        """Compute a prompt; False, and nothing changes, where there are too few pages."""
+        path = self.match(prompt)
+        private = -(-len(prompt) // PAGE_SIZE) - len(path)
+        if private > self.free() + sum(not n.owners and n not in path for n in self.nodes.values()):
+            return False
+        for node in path:
+            node.owners += 1
+        while private > self.free():
+            victim = min((node for node in self.nodes.values() if not node.owners), key=lambda node: node.used)
+            for other in [other for other in self.nodes.values() if other.path[: len(victim.path)] == victim.path]:
+                del self.nodes[other.path]
+                self.turn_private(other)
+        owned = list(path)
+        for end in range((len(path) + 1) * PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
+            node = self.nodes.get(tuple(prompt[:end]))
+            if node is None:
+                node = self.nodes[tuple(prompt[:end])] = Node(tuple(prompt[:end]))
+                node.owners, private = 1, private - 1
+                owned.append(node)
+            path.append(node)
+        self.running[seq_id] = path, owned, private
+        return True
+
+    def turn_private(self, gone: Node) -> None:
+        for seq_id, (path, owned, private) in self.running.items():
+            if gone in owned:
+                self.running[seq_id] = path, [node for node in owned if node is not gone], private + 1
+
+    def finish(self, seq_id: int) -> None:
+        path, owned, _ = self.running.pop(seq_id)
+        for node in owned:
+            node.owners -= 1
+        for node in reversed(path):
+            node.used = next(self.clock)
+
+    def free(self) -> int:
+        return self.num_pages - len(self.nodes) - sum(private for _, _, private in self.running.values())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_eviction_is_by_least_recent_use_as_in_a_brute_force_model(seed: int) -> None:
+    """After each of 120 random operations, every prompt hits as long a prefix as in the model."""
+    rng = random.Random(seed)
+    num_pages = rng.randint(4, 14)
+    manager, model = KVCacheManager(num_pages + 1, PAGE_SIZE), LeastRecentlyUsed(num_pages)
+    prompts = [[rng.randint(0, 1) for _ in range(rng.randint(1, 21))] for _ in range(6)]
+    for _ in range(8):
+        prompts.append(rng.choice(prompts)[: rng.randint(0, 16)] + rng.choices([2, 3], k=rng.randint(1, 6)))
+    for seq_id in range(120):
+        if model.running and rng.random() < 0.5:
+            done = rng.choice(list(model.running))
+            model.finish(done)
+            manager.free(done)
+        prompt = rng.choice(prompts)
+        if model.run(seq_id, prompt):
+            run(manager, seq_id, prompt)
+        else:
+            with pytest.raises(paged.OutOfPages):
+                run(manager, seq_id, prompt)
+        manager.check()
+        found = [manager.match(tokens(*prompt)) for prompt in prompts]
+        assert found == [len(model.match(prompt)) * PAGE_SIZE for prompt in prompts]
+        assert manager.allocator.num_free == model.free()
+
+
+# Planted faults
+
+
+def cache() -> PrefixCache:
+    """A chain of pages 5, 6, 7 and a branch 8 below 5. Of page 5 to 8 all but 6's owner are gone: 7, 8 and 5 idle.
+
+    root <- 5 <- 6 <- 7
+              <- 8
+    """
+    made = PrefixCache(PAGE_SIZE)
+    made.publish(np.arange(12, dtype=np.int32), [5, 6, 7], [], 12)
+    made.publish(tokens(0, 1, 2, 3, 50, 51, 52, 53), [5, 8], [], 8)
+    for page in (7, 8, 5):
+        made.park(page)
+    return made
+
+
+def at(made: PrefixCache, page: int) -> Entry:
+    entry = made.entry(page)
+    assert entry is not None
+    return entry
+
+
+def stray() -> Entry:
+    return Entry(b"stray", 9, b"", None)
+
+
+def set_on(page: int, name: str, value: object) -> Callable[[PrefixCache], object]:
+    return lambda c: setattr(at(c, page), name, value)
+
+
+INV1, INV2, INV3 = (f"prefix cache INV-{i}" for i in (1, 2, 3))
+Fault = tuple[str, str, Callable[[PrefixCache], object], str]
+FAULTS: list[Fault] = [
+    ("_root", "another root", lambda c: setattr(c, "_root", stray()), INV1),
+    ("_entries", "a parent lost", lambda c: c._entries.pop(at(c, 6).digest), INV1),
+    ("_entries", "a leaf lost", lambda c: c._entries.pop(at(c, 7).digest), INV2),
+    ("_entries", "a leaf under another key", lambda c: c._entries.update({b"x": c._entries.popitem()[1]}), INV2),
+    ("_entries", "an entry twice", lambda c: c._entries.update({b"x": at(c, 7)}), INV2),
+    ("_by_page", "a page lost", lambda c: c._by_page.pop(6), INV2),
+    ("_by_page", "a page too many", lambda c: c._by_page.update({9: at(c, 6)}), INV2),
+    ("_by_page", "two pages swapped", lambda c: c._by_page.update({7: at(c, 8), 8: at(c, 7)}), INV2),
+    ("_idle", "a page without an entry", lambda c: c._idle.update({9: stray()}), INV2),
+    ("_idle", "another entry", lambda c: c._idle.update({7: at(c, 8)}), INV2),
+    ("_idle", "a child after its parent", lambda c: c._idle.move_to_end(8), INV3),
+    ("entry.children", "a child lost", lambda c: at(c, 6).children.clear(), INV1),
+    ("entry.children", "a child too many", lambda c: at(c, 7).children.add(stray()), INV2),
+    ("entry.children", "a child of two", lambda c: at(c, 7).children.add(at(c, 8)), INV2),
+    ("entry.parent", "none", set_on(7, "parent", None), INV1),
+    ("entry.parent", "not an entry", set_on(7, "parent", stray()), INV1),
+    ("entry.parent", "another", lambda c: setattr(at(c, 7), "parent", at(c, 8)), INV1),
+    ("entry.live", "dead", set_on(7, "live", False), INV1),
+    ("entry.tokens", "others", set_on(7, "tokens", bytes(16)), INV2),
+    ("entry.digest", "another", set_on(7, "digest", bytes(32)), INV2),
+    ("entry.page", "another", set_on(7, "page", 9), INV2),
+]
+
+
+@pytest.mark.parametrize(("attribute", "what", "plant", "invariant"), FAULTS, ids=[f"{f[0]}-{f[1]}" for f in FAULTS])
+def test_check_names_the_invariant_of_a_planted_fault(
+    attribute: str, what: str, plant: Callable[[PrefixCache], object], invariant: str
+) -> None:
+    """A page missing in `_idle` is the manager's to see: it knows who owns what."""
+    made = cache()
+    made.check()
+    plant(made)
+    with pytest.raises(InvariantError, match=f"^{invariant}: "):
+        made.check()
+
+
+def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
+    state = set(vars(cache())) - {"page_size", "_digest"} | {f"entry.{name}" for name in Entry.__slots__}
+    assert {fault[0] for fault in FAULTS} == state

@@ -1,0 +1,51 @@
+"""Executor: how an engine reaches its workers. LocalExecutor: one worker in this process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from worker.runner import ModelRunner
+from worker.step import Step, StepResult
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which they are submitted."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the null page counted; of several workers the least."""
+
+    def submit(self, step: Step) -> None:
+        """Begin a step. At most one may be under way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step under way. Raises whatever the worker raised."""
+
+    def close(self) -> None:
+        """Let go of everything. Further calls are a fault."""
+
+
+class LocalExecutor:
+    """One ModelRunner, in this process and thread: a step runs when its result is asked for."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+        self._step: Step | None = None
+
+    @property
+    def num_pages(self) -> int:
+        assert self._runner is not None
+        return self._runner.pool.num_pages
+
+    def submit(self, step: Step) -> None:
+        assert self._step is None, "a step is under way"
+        self._step = step
+
+    def result(self) -> StepResult:
+        assert self._runner is not None
+        assert self._step is not None, "no step is under way"
+        step, self._step = self._step, None
+        return self._runner.execute(step)
+
+    def close(self) -> None:
+        self._runner = self._step = None

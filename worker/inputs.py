@@ -1,0 +1,106 @@
+"""Inputs: a Step, and what the worker remembers of its sequences, as tensors for one packed forward.
+
+Tokens of all rows lie on one flat axis without padding, whether a row is a prompt chunk or a single token:
+
+    rows         A: chunk of 3     B: 1 token   C: chunk of 2
+    token_ids    a4 a5 a6          b9           c0 c1
+    positions     4  5  6           9            0  1
+    query_start  0                 3            4          6
+    seq_lens     7                 10           2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paged.attention import AttentionMetadata
+from paged.errors import StepError
+from worker.step import Reset, Row
+
+
+class SequenceState:
+    """The worker's own copy of one sequence: its tokens, its block table, and how far it is computed."""
+
+    __slots__ = ("index", "num_computed", "num_pages", "num_tokens", "pages", "params", "seed", "tokens")
+
+    def __init__(self, reset: Reset) -> None:
+        self.num_tokens = len(reset.tokens)
+        self.tokens = np.empty(self.num_tokens + 64, dtype=np.int32)
+        self.tokens[: self.num_tokens] = reset.tokens
+        self.num_pages = len(reset.pages)
+        self.pages = np.empty(self.num_pages + 8, dtype=np.int32)
+        self.pages[: self.num_pages] = reset.pages
+        self.num_computed = reset.num_computed
+        self.params, self.seed, self.index = reset.params, reset.seed, reset.index
+
+    def append_token(self, token_id: int) -> None:
+        if self.num_tokens == len(self.tokens):
+            self.tokens = np.concatenate((self.tokens, np.empty_like(self.tokens)))
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def append_pages(self, pages: SequenceOf[int]) -> None:
+        end = self.num_pages + len(pages)
+        if end > len(self.pages):
+            self.pages = np.concatenate((self.pages[: self.num_pages], np.empty(end, dtype=np.int32)))
+        self.pages[self.num_pages : end] = pages
+        self.num_pages = end
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One packed forward."""
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    meta: AttentionMetadata
+    sampled: Tensor  # [rows that sample] int64: the flat index of the last token of each
+
+
+def build_inputs(
+    rows: SequenceOf[Row], states: SequenceOf[SequenceState], page_size: int, device: torch.device
+) -> Inputs:
+    """The tensors of `rows`, whose sequences are `states`. Raises StepError where a row does not fit its state."""
+    counts = np.fromiter((row.num_tokens for row in rows), dtype=np.int32, count=len(rows))
+    ends = np.cumsum(counts)
+    total = int(ends[-1])
+    token_ids = np.empty(total, dtype=np.int64)
+    positions = np.empty(total, dtype=np.int64)
+    slots = np.empty(total, dtype=np.int64)
+    seq_lens = np.empty(len(rows), dtype=np.int32)
+    tables = np.zeros((len(rows), max(state.num_pages for state in states)), dtype=np.int32)
+    for i, (row, state) in enumerate(zip(rows, states, strict=True)):
+        first, last = state.num_computed, state.num_computed + row.num_tokens
+        if row.num_tokens < 1 or last > state.num_tokens or last > state.num_pages * page_size:
+            raise StepError(
+                f"sequence {row.seq_id}: {row.num_tokens} tokens after {first}, it has {state.num_tokens} tokens and "
+                f"{state.num_pages} pages of {page_size}"
+            )
+        if row.samples and last != state.num_tokens:
+            raise StepError(f"sequence {row.seq_id}: only a row that reaches the last token can sample")
+        flat = slice(int(ends[i]) - row.num_tokens, int(ends[i]))
+        token_ids[flat] = state.tokens[first:last]
+        positions[flat] = np.arange(first, last)
+        slots[flat] = _slots(state.pages, positions[flat], page_size)
+        seq_lens[i] = last
+        tables[i, : state.num_pages] = state.pages[: state.num_pages]
+    sampled = (ends - 1)[np.fromiter((row.samples for row in rows), dtype=bool, count=len(rows))]
+    query_start = np.concatenate(([0], ends)).astype(np.int32)
+
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    meta = AttentionMetadata(tensor(query_start), tensor(seq_lens), tensor(tables), tensor(slots))
+    return Inputs(tensor(token_ids), tensor(positions), meta, tensor(sampled.astype(np.int64)))
+
+
+def _slots(
+    pages: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], page_size: int
+) -> npt.NDArray[np.int64]:
+    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size

@@ -1,0 +1,73 @@
+"""ModelRunner: applies a Step. Owns the pool, the model, and the worker's copy of every sequence."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.attention import PagedAttention
+from paged.errors import StepError
+from paged.pool import KVPool
+from worker.inputs import SequenceState, build_inputs
+from worker.models.llama import Llama
+from worker.sampler import logprobs, sample, uniform
+from worker.step import Row, Step, StepResult
+
+
+class ModelRunner:
+    """Runs steps, in order of their numbers, on one device."""
+
+    def __init__(self, model: Llama, pool: KVPool, attention: PagedAttention) -> None:
+        self.model = model
+        self.pool = pool
+        self.attention = attention
+        self._states: dict[int, SequenceState] = {}
+        self._next_number = 0
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        """Run one step. Raises StepError for a gap in the numbers, an unknown sequence, or a row that does not fit.
+
+        What a step that raised has computed is worth nothing; the next one must be a restart.
+        """
+        if step.restart:
+            self._states.clear()
+        elif step.number != self._next_number:
+            raise StepError(f"step {step.number} came where {self._next_number} was due")
+        self._next_number = step.number + 1
+        for seq_id in step.finished:
+            self._states.pop(seq_id, None)
+        self.pool.apply(step.moves)
+        if not step.rows:
+            return StepResult(step.number, (), ())
+        states = [self._state(row) for row in step.rows]
+        inputs = build_inputs(step.rows, states, self.pool.layout.page_size, self.pool.k[0].device)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.meta, self.pool, self.attention)
+        for row, state in zip(step.rows, states, strict=True):
+            state.num_computed += row.num_tokens
+        sampling = [(row.seq_id, state) for row, state in zip(step.rows, states, strict=True) if row.samples]
+        if not sampling:
+            return StepResult(step.number, (), ())
+        logits = self.model.logits(hidden[inputs.sampled])
+        params = [state.params for _, state in sampling]
+        uniforms = [
+            0.0 if state.params.greedy else uniform(state.seed, state.index, state.num_tokens) for _, state in sampling
+        ]
+        tokens = sample(logits, params, uniforms)
+        for (_, state), token in zip(sampling, tokens, strict=True):
+            state.append_token(token)
+        return StepResult(
+            step.number,
+            tuple(seq_id for seq_id, _ in sampling),
+            tuple(tokens),
+            tuple(logprobs(logits, tokens, [param.logprobs for param in params])),
+        )
+
+    def _state(self, row: Row) -> SequenceState:
+        """The sequence of a row, brought up to what the row says."""
+        if row.reset is not None:
+            self._states[row.seq_id] = SequenceState(row.reset)
+        state = self._states.get(row.seq_id)
+        if state is None:
+            raise StepError(f"sequence {row.seq_id} is not known here: its row needs a reset")
+        state.append_pages(row.new_pages)
+        return state

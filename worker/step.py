@@ -1,0 +1,173 @@
+"""Step and StepResult: the messages between a scheduler and a worker. Frozen, torch-free, picklable.
+
+A step carries deltas: a row whose sequence the worker knows brings only the ids of its new pages; its next token is
+the last one that the worker itself sampled for it. A sequence that is new to the worker, or comes back after a
+preemption, brings a `Reset` with its whole state. Steps are numbered; a worker refuses a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from paged.errors import RequestError
+from paged.manager import Move
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+GREEDY_BELOW = 1e-5  # a temperature under this is argmax: dividing by it could only overflow
+
+
+def _as_tuple(value: object, item: type, name: str) -> tuple[object, ...]:
+    """`value` (absent, one item, or several) as a tuple of `item`; anything else is refused by name."""
+    items = () if value is None else (value,) if isinstance(value, item) else value
+    if not isinstance(items, (list, tuple, set, frozenset)) or not all(type(i) is item for i in items):
+        raise RequestError(f"{name} must be {item.__name__} or a list of them, not {value!r:.80}", name)
+    return tuple(items)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue one prompt. Field names are those of vLLM's class of this name.
+
+    temperature: 0 is greedy; a tiny one (under 1e-5) is treated as 0. Logits are divided by it.
+    top_k: keep the k likeliest tokens, of equals the lowest ids; None (also 0 or -1) keeps all.
+    top_p: keep the likeliest tokens until their probabilities reach this sum; in (0, 1].
+    min_p: keep tokens at least this fraction as likely as the likeliest; in [0, 1].
+    The three apply in this order, each to what the one before left, as in transformers.
+    seed: equal seeds give equal tokens whatever else runs; None draws one when the request is added.
+    max_tokens: most tokens to generate; None means 16 for a completion, up to the context for a chat; 0 computes the
+        prompt and ends.
+    stop: strings that end the text before them (after them with include_stop_str_in_output).
+    stop_token_ids: token ids that end it, besides the model's own end tokens.
+    ignore_eos: go on past the model's own end tokens (not past stop_token_ids).
+    logprobs: give the log-probability of each token and of this many alternatives, of the raw (unscaled,
+        unfiltered) distribution; None gives none.
+    skip_special_tokens: leave special tokens out of the text.
+
+    Raises RequestError, which names the field, for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | SequenceOf[str] | None = None
+    stop_token_ids: SequenceOf[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._number("temperature", 0.0, math.inf)
+        self._number("top_p", 0.0, 1.0, low_open=True)
+        self._number("min_p", 0.0, 1.0)
+        self._integer("top_k", -1, 2**31)
+        if self.top_k in (0, -1):
+            object.__setattr__(self, "top_k", None)
+        self._integer("seed", -(2**63), 2**64 - 1)
+        self._integer("max_tokens", 0, 2**31)
+        self._integer("logprobs", 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r:.80}", name)
+        stop = _as_tuple(self.stop, str, "stop")
+        if "" in stop:
+            raise RequestError("stop must not hold an empty string: it would match at once", "stop")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids, int, "stop_token_ids"))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as what it was made into: a tuple."""
+        return cast("tuple[str, ...]", self.stop)
+
+    def _number(self, name: str, low: float, high: float, low_open: bool = False) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not fits or value > high or value < low or (low_open and value == low):
+            bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
+            raise RequestError(f"{name} must be a number {bounds}, not {value!r:.80}", name)
+
+    def _integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise RequestError(f"{name} must be a whole number from {low} to {high}, not {value!r:.80}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The whole state of a sequence that the worker does not know (any more)."""
+
+    tokens: npt.NDArray[np.int32]  # [n]: prompt, and what was generated so far
+    pages: tuple[int, ...]  # the whole block table, the pages of a cached prefix included
+    num_computed: int  # tokens whose K and V lie in those pages already
+    params: SamplingParams
+    seed: int
+    index: int  # of the sequence in its request
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: compute `num_tokens` tokens after those computed before."""
+
+    seq_id: int
+    num_tokens: int
+    new_pages: tuple[int, ...] = ()  # appended to its block table; empty with a reset
+    samples: bool = True  # the next token is sampled; only where this row reaches the sequence's last token
+    reset: Reset | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over many sequences.
+
+    After a step that failed, or on a new worker, the next one is a restart: the worker forgets every sequence and
+    counts from this number on.
+    """
+
+    number: int
+    rows: tuple[Row, ...]
+    moves: tuple[Move, ...] = ()  # applied in order, before the forward
+    finished: tuple[int, ...] = ()  # sequences that the worker forgets, before it looks at the rows
+    restart: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of one generated token: its own log-probability and rank (1 is best), and the best alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled: one entry for each row with `samples`, in the order of the rows."""
+
+    number: int
+    seq_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs | None, ...] = field(default=())
