@@ -160,16 +160,18 @@ class KVCacheManager:
             self.prefix_cache.publish(tokens, held.table.pages, held.chain, num_computed)
 
     def fork(self, seq_id: int, new_id: int) -> None:
-        """A second sequence `new_id` with the same pages and computed tokens. Takes no page.
+        """A second sequence `new_id` with the same computed tokens, in the same pages. Takes no page.
+
+        Room beyond the computed tokens stays `seq_id`'s alone. Both must `extend` before they write.
 
         Raises PageStateError for an unknown `seq_id` or a known `new_id`.
         """
         held = self._get(seq_id)
         if new_id in self._held:
             raise PageStateError(f"sequence {new_id} has pages already")
-        for page in held.table.pages:
+        table = BlockTable(self.page_size, held.table.pages[: pages_for(held.num_computed, self.page_size)])
+        for page in table.pages:
             self.allocator.share(page)
-        table = BlockTable(self.page_size, held.table.pages)
         self._held[new_id] = _Held(table, list(held.chain), held.num_computed)
 
     def free(self, seq_id: int) -> None:
@@ -193,10 +195,13 @@ class KVCacheManager:
 
     def confirm_moves(self, moves: Iterable[Move]) -> None:
         """The moves are done (or will never be): let go of their sources. Raises PageStateError for an unknown one."""
-        for move in moves:
-            if move not in self._under_way:
+        done, under_way = tuple(moves), list(self._under_way)
+        for move in done:
+            if move not in under_way:
                 raise PageStateError(f"{move} is not under way")
-            self._under_way.remove(move)
+            under_way.remove(move)
+        self._under_way = under_way
+        for move in done:
             if self._drop(move.source):
                 self.prefix_cache.touch(self.prefix_cache.entry(move.source))
 
@@ -208,16 +213,35 @@ class KVCacheManager:
             raise InvariantError(f"{error}; held: {self._owners()}") from None
         self.prefix_cache.check()
         idle = set(self.prefix_cache.idle_pages())
-        for page in range(1, self.allocator.num_pages):
-            if (page in idle) and self.allocator.ref_count(page):
-                raise InvariantError(f"P1: page {page} is evictable with an owner; held: {self._owners()}")
         if len(idle) != self.allocator.num_cached:
             raise InvariantError(f"P1: {len(idle)} pages are evictable, {self.allocator.num_cached} are cached")
+        for page in range(1, self.allocator.num_pages):
+            owned = self.allocator.ref_count(page) > 0
+            if page in idle and owned:
+                raise InvariantError(f"P1: page {page} is evictable with an owner; held: {self._owners()}")
+            if not owned and page not in idle and self.prefix_cache.entry(page) is not None:
+                raise InvariantError(f"P3: page {page} can be found, but nobody keeps it; held: {self._owners()}")
         for seq_id, held in self._held.items():
-            if held.num_computed > held.table.capacity:
-                raise InvariantError(f"P1: sequence {seq_id} has computed {held.num_computed} tokens without pages")
-            if len(held.chain) * self.page_size > held.num_computed:
-                raise InvariantError(f"P4: sequence {seq_id} has published tokens that are not computed")
+            self._check_held(seq_id, held)
+
+    def _check_held(self, seq_id: int, held: _Held) -> None:
+        if held.num_computed > held.table.capacity:
+            raise InvariantError(f"P1: sequence {seq_id} has computed {held.num_computed} tokens without pages")
+        if len(held.chain) * self.page_size > held.num_computed:
+            raise InvariantError(f"P4: sequence {seq_id} has published tokens that are not computed")
+        entry, lineage = held.chain[-1] if held.chain else None, list[Entry]()
+        while entry is not None and entry.parent is not None:  # up to the root, which has none
+            lineage.append(entry)
+            entry = entry.parent
+        if lineage[::-1] != held.chain:
+            raise InvariantError(f"P3: the entries of sequence {seq_id} are not one history: {held.chain}")
+        for i, page in enumerate(held.table.pages):
+            entry = self.prefix_cache.entry(page)
+            # Another may have published a page that was computed before a fork.
+            known = held.chain[i] if i < len(held.chain) else None
+            computed = (i + 1) * self.page_size <= held.num_computed
+            if entry is not None and not (entry is known or (known is None and computed)):
+                raise InvariantError(f"P3: page {page} is found by other tokens than sequence {seq_id} has there")
 
     def _references(self) -> Iterator[int]:
         for held in self._held.values():

@@ -147,15 +147,12 @@ class Engine:
         self.executor.close()
 
     def _checked(self, prompt_token_ids: SequenceOf[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        tokens = np.asarray(prompt_token_ids)
-        if tokens.size == 0:
-            tokens = tokens.astype(np.int32)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise RequestError("the prompt's token ids must be a flat list of whole numbers", "prompt")
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self._vocab_size):
-            bad = next(int(t) for t in tokens if not 0 <= t < self._vocab_size)
-            raise RequestError(f"token id {bad} is not one of the model's, 0 to {self._vocab_size - 1}", "prompt")
-        return tokens.astype(np.int32)
+        for token in prompt_token_ids:
+            if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+                raise RequestError(f"token ids must be whole numbers, not {token!r:.80}", "prompt")
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(f"token id {token} is not one of the model's, 0 to {self._vocab_size - 1}", "prompt")
+        return np.asarray(prompt_token_ids, dtype=np.int32)
 
     def _output(self, sequence: Sequence) -> RequestOutput:
         request, finished = sequence.request, sequence.finish_reason is not None

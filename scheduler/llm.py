@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from worker.checkpoints import peek, resolve
-from worker.model_config import ModelConfig
 
 from paged.errors import ConfigError, RequestError
 from paged.layout import KVLayout, available_memory
@@ -25,7 +23,9 @@ from scheduler.config import EngineConfig, parse_memory
 from scheduler.engine import Engine
 from scheduler.outputs import RequestOutput
 from scheduler.text import Tokenizer
+from worker.checkpoints import peek, resolve
 from worker.device import pick_device, pick_dtype, pick_threads
+from worker.model_config import ModelConfig
 from worker.step import SamplingParams
 
 # Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}.
@@ -199,14 +199,14 @@ class LLM:
         wanted = []
         for i, (item, param) in enumerate(zip(items, params, strict=True)):
             try:
-                text, tokens = self._tokens(item, chat)
+                text, tokens = self.tokens(item, chat)
                 self.engine.resolve("", tokens, param, chat=chat)
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}", error.param) from None
             wanted.append(_Wanted(text, tokens, param, chat))
         return wanted
 
-    def _tokens(self, prompt: Any, chat: bool) -> tuple[str | None, Any]:
+    def tokens(self, prompt: Any, chat: bool) -> tuple[str | None, Any]:
         """The text of a prompt, where it is one, and its token ids."""
         if chat:
             return None, self.tokenizer.encode_chat(prompt)

@@ -1,4 +1,4 @@
-"""The whole state of allocator, prefix cache and manager as plain values, to show that a refused call changed nothing."""
+"""The whole state of allocator, prefix cache and manager as plain values: a refused call must leave it equal."""
 
 from __future__ import annotations
 

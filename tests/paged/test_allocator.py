@@ -220,5 +220,5 @@ def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
 
 @pytest.mark.parametrize("references", [[1, 2], [1, 2, 2, 3], [1, 1, 2, 2], [1, 2, 2, NULL_PAGE], [1, 2, 2, 8]])
 def test_check_compares_the_counts_with_the_references_it_is_given(references: list[int]) -> None:
-    with pytest.raises(InvariantError, match="^P1: page"):
+    with pytest.raises(InvariantError, match=r"^P1: page"):
         pool().check(references)

@@ -271,9 +271,9 @@ def test_what_only_a_forgotten_page_led_to_is_forgotten_too() -> None:
 class Node:
     """A page of the model below: its history, who owns it, when it was last used."""
 
-    def __init__(self, path: tuple[int, ...]) -> None:
+    def __init__(self, path: tuple[int, ...], owners: int) -> None:
         self.path = path
-        self.owners = 0
+        self.owners = owners
         self.used = 0
 
 
@@ -305,12 +305,12 @@ class LeastRecentlyUsed:
                 self.turn_private(other)
         owned = list(path)
         for end in range((len(path) + 1) * PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
-            node = self.nodes.get(tuple(prompt[:end]))
-            if node is None:
-                node = self.nodes[tuple(prompt[:end])] = Node(tuple(prompt[:end]))
-                node.owners, private = 1, private - 1
-                owned.append(node)
-            path.append(node)
+            history = tuple(prompt[:end])
+            if history not in self.nodes:
+                self.nodes[history] = Node(history, owners=1)
+                private -= 1
+                owned.append(self.nodes[history])
+            path.append(self.nodes[history])
         self.running[seq_id] = path, owned, private
         return True
 

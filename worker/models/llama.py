@@ -61,7 +61,7 @@ class Llama:
         x = self.embedding[token_ids]  # [tokens, hidden]
         for i, layer in enumerate(self.layers):
             qkv = linear(rms_norm(x, layer.input_norm, eps), layer.qkv).view(-1, heads + 2 * kv_heads, dim)
-            q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [tokens, heads or kv_heads, dim]
+            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)  # [tokens, heads or kv_heads, dim]
             pool.write(i, rotate(k, cos, sin), v, meta.slots)
             attended = attention(rotate(q, cos, sin), pool.k[i], pool.v[i], meta, scale)
             x = x + linear(attended.flatten(1), layer.out)

@@ -1,0 +1,246 @@
+"""The command line: paged generate, paged batch, paged info.
+
+Settings are the fields of EngineConfig as options. Whatever is wrong with what the user gave is one line on stderr and
+exit code 2. Answers go to stdout or a file, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from paged import __version__
+from paged.errors import PagedError
+from scheduler.config import EngineConfig
+
+if TYPE_CHECKING:
+    from scheduler.jobs import JobProgress
+
+SOME_FAILED = 3  # exit code of a job that finished, with lines that were refused
+# Newer typers bring their own copy of click: its base of all usage errors is found through what typer shows of them.
+ClickException: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, help="Batched generation over a paged KV cache."
+)
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every setting of EngineConfig as an option, and pass it the config they make."""
+    parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [p.replace(annotation=hints[p.name]) for p in parameters]
+    types = get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        kind = str if field.name == "kv_memory" else types[field.name]
+        option = typer.Option(help=field.metadata["help"], rich_help_panel="Settings")
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
+            )
+        )
+
+    def run(**given: Any) -> None:
+        settings = {field.name: given.pop(field.name) for field in fields(EngineConfig)}
+        command(**given, config=EngineConfig.from_settings(**settings))
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the options from it
+    return run
+
+
+@app.command()
+@with_settings
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text to continue, or with --chat the message to answer")],
+    *,
+    config: EngineConfig,
+    chat: Annotated[bool, typer.Option("--chat", help="apply the model's chat template")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate [16, with --chat what fits]")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="keep the k likeliest tokens")] = None,
+    top_p: Annotated[float, typer.Option(help="keep the likeliest tokens up to this probability")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="keep tokens at least this fraction as likely as the likeliest")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given again")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the model's end tokens")] = False,
+) -> None:
+    """Continue a prompt; the text is streamed to stdout. --seed fixes what is sampled."""
+    from worker.step import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=config.seed,
+        max_tokens=max_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    from scheduler.llm import LLM
+
+    llm = LLM.from_config(config)
+    wanted: Any = [{"role": "user", "content": prompt}] if chat else prompt
+    for output in llm.stream(wanted, params, chat=chat):
+        print(output.outputs[0].text, end="", flush=True)
+    print()
+
+
+@app.command()
+@with_settings
+def batch(
+    input_path: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, in OpenAI's batch format")],
+    *,
+    config: EngineConfig,
+    output_path: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="where answers go")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
+) -> None:
+    """Answer a file of requests. Exit code 0: every line was answered; 3: some were refused, and say why."""
+    from scheduler.jobs import check_paths, run_job
+
+    total = check_paths(input_path, output_path, overwrite)
+    from scheduler.llm import LLM
+
+    llm = LLM.from_config(config)
+    with _Bar(total) as bar:
+        progress = run_job(llm, input_path, output_path, overwrite=overwrite, on_progress=bar.update)
+    _print_summary(progress, output_path)
+    if progress.failed:
+        raise typer.Exit(SOME_FAILED)
+
+
+@app.command()
+@with_settings
+def info(*, config: EngineConfig) -> None:
+    """What this machine would use. Downloads and loads nothing."""
+    from scheduler.llm import plan
+    from worker.checkpoints import is_here
+
+    it = plan(config)
+    rows = [
+        ("paged", __version__),
+        ("device", it.device),
+        ("dtype", f"{it.dtype} ({it.dtype_reason})"),
+        ("attention backend", f"{it.backend} ({it.backend_reason})"),
+        ("threads", f"{it.threads} ({it.threads_reason})"),
+        ("model", f"{it.model_name} ({'here' if is_here(config.model) else 'not here yet: fetched on first use'})"),
+        ("page size", f"{it.page_size} tokens"),
+        ("kv memory", f"{it.kv_bytes / 2**30:.2f} GiB allowed ({config.kv_memory})"),
+    ]
+    if it.num_pages is not None and it.bytes_per_token is not None and it.max_model_len is not None:
+        tokens = (it.num_pages - 1) * it.page_size
+        held = it.num_pages * it.page_size * it.bytes_per_token
+        fit = (it.num_pages - 1) // -(-it.max_model_len // it.page_size)
+        rows += [
+            ("bytes per token", f"{it.bytes_per_token:,}"),
+            ("pages", f"{it.num_pages - 1:,} and the null page ({held / 2**30:.2f} GiB), {tokens:,} tokens"),
+            ("fits", f"{fit:,} sequences of max_model_len {it.max_model_len:,}"),
+        ]
+    else:
+        rows.append(("pages", "not known before the model is here"))
+    for name, value in rows:
+        print(f"{name:18} {value}")
+
+
+class _Bar:
+    """Progress on stderr: a bar on a terminal, else a line every few seconds."""
+
+    EVERY = 5.0  # seconds
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._total = total
+        console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=total, state="")
+        self._next = time.monotonic() + self.EVERY
+
+    def __enter__(self) -> _Bar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, progress: JobProgress) -> None:
+        stats, done = progress.stats, progress.ok + progress.failed
+        state = (
+            f"{progress.tokens_per_second:.0f} tokens/s, {stats.running} running, "
+            f"{stats.used_pages} of {stats.total_pages} pages"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, state=state)
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.EVERY
+            print(f"paged: {done} of {self._total} requests, {state}", file=sys.stderr, flush=True)
+
+
+def _print_summary(progress: JobProgress, output_path: Path) -> None:
+    stats = progress.stats
+    hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+    rows = [
+        ("answered", f"{progress.ok} ok, {progress.failed} failed"),
+        ("prompt tokens", f"{progress.prompt_tokens:,}"),
+        ("output tokens", f"{progress.output_tokens:,}"),
+        ("time", f"{progress.seconds:.1f} s, {progress.tokens_per_second:.1f} output tokens/s"),
+        ("prefix hits", f"{stats.cached_tokens:,} tokens, {hits:.1%} of the prompts"),
+        ("peak pages", f"{stats.peak_pages:,} of {stats.total_pages:,}"),
+        ("preemptions", f"{stats.preemptions}, {stats.recomputed_tokens:,} tokens recomputed"),
+        ("waste", f"{stats.waste:.1%} of the bytes of tokens"),
+        ("output", str(output_path)),
+    ]
+    for name, value in rows:
+        print(f"{name:14} {value}", file=sys.stderr)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    if version:
+        print(f"paged {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main() -> None:
+    """Entry point of the command `paged`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line; returns its exit code."""
+    try:
+        result = app(arguments, standalone_mode=False)
+    except ClickException as error:
+        return _fail(error.format_message())  # type: ignore[attr-defined]  # all click errors have it
+    except PagedError as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("paged: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Who read our output is gone; Python would complain again when it flushes at exit.
+        sys.stdout = None
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"paged: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,190 @@
+"""Jobs: a file of OpenAI batch lines in, a file of OpenAI batch output lines out.
+
+Lines are read as they are needed and answers are written as they finish, so neither file is ever held whole. A line
+that cannot be answered costs one error record and nobody else anything; only blank lines have no record.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paged.errors import ConfigError, RequestError
+from scheduler import openai
+from scheduler.llm import LLM
+from scheduler.outputs import EngineStats, RequestOutput
+from worker.step import SamplingParams
+
+WINDOW = 4  # requests in the engine at once, as a multiple of max_num_seqs
+
+
+@dataclass(slots=True)
+class JobProgress:
+    """How far a job is; `stats` are the engine's, and go on changing."""
+
+    stats: EngineStats
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.stats.output_tokens / self.seconds if self.seconds else 0.0
+
+
+def check_paths(input_path: Path, output_path: Path, overwrite: bool) -> int:
+    """Refuse what cannot work before a model is loaded. Returns the number of requests. Raises ConfigError."""
+    if not input_path.is_file():
+        raise ConfigError(f"input {input_path} {'is no file' if input_path.exists() else 'does not exist'}")
+    if output_path.is_dir() or not output_path.parent.is_dir():
+        raise ConfigError(f"output {output_path} is a folder, or in a folder that does not exist")
+    if output_path.exists():
+        if output_path.samefile(input_path):
+            raise ConfigError(f"output {output_path} is the input: name another file")
+        if not overwrite:
+            raise ConfigError(f"output {output_path} exists: name another file, or give --overwrite")
+    with input_path.open("rb") as lines:
+        number = sum(1 for _ in _filled(lines))
+    if number == 0:
+        raise ConfigError(f"input {input_path} has no request: write one JSON object a line, in OpenAI's batch format")
+    return number
+
+
+def run_job(
+    llm: LLM,
+    input_path: Path,
+    output_path: Path,
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[JobProgress], None] = lambda progress: None,
+) -> JobProgress:
+    """Answer every line of the input; `on_progress` is called after every step.
+
+    Raises ConfigError for paths that cannot work. If a step raises, so does this; answers written stay.
+    """
+    check_paths(input_path, output_path, overwrite)
+    with input_path.open("rb") as lines, output_path.open("wb") as output:
+        return _Job(llm, output).run(lines, on_progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A line whose answer is being computed."""
+
+    custom_id: str
+    chat: bool
+    params: SamplingParams
+
+
+class _Job:
+    def __init__(self, llm: LLM, output: BinaryIO) -> None:
+        self.llm = llm
+        self.output = output
+        self.progress = JobProgress(llm.engine.stats)
+        self.pending: dict[str, _Pending] = {}
+        self.first_lines: dict[str, int] = {}  # of each custom_id
+        self.records = 0
+
+    def run(self, lines: BinaryIO, on_progress: Callable[[JobProgress], None]) -> JobProgress:
+        start = time.perf_counter()
+        engine, window = self.llm.engine, WINDOW * self.llm.config.max_num_seqs
+        source = _filled(lines)
+        try:
+            while True:
+                while len(self.pending) < window and (line := next(source, None)) is not None:
+                    self.accept(*line)
+                if not self.pending:
+                    return self.progress
+                for output in engine.step():
+                    self.answer(output)
+                self.progress.seconds = time.perf_counter() - start
+                on_progress(self.progress)
+        finally:
+            self.progress.seconds = time.perf_counter() - start
+            for request_id in self.pending:  # a step raised, or the user stopped us
+                engine.abort(request_id)
+
+    def accept(self, number: int, raw: bytes) -> None:
+        """Queue the request of a line, or write its error record."""
+        request_id, custom_id = f"line-{number}", None
+        try:
+            line = _object(raw)
+            given = line.get("custom_id")
+            custom_id = given if isinstance(given, str) else None
+            self.queue(request_id, self.checked_id(given, number), line)
+        except RequestError as error:
+            self.progress.failed += 1
+            body = openai.error_body(f"line {number}: {error}", error.param)
+            self.write(custom_id, 400, request_id, body)
+
+    def checked_id(self, custom_id: object, number: int) -> str:
+        if not isinstance(custom_id, str) or not custom_id:
+            raise RequestError(f"custom_id must be a text, not {custom_id!r:.80}", "custom_id")
+        first = self.first_lines.setdefault(custom_id, number)
+        if first != number:
+            raise RequestError(f"custom_id {custom_id!r:.80} is that of line {first} already", "custom_id")
+        return custom_id
+
+    def queue(self, request_id: str, custom_id: str, line: dict[str, Any]) -> None:
+        if line.get("method") != "POST":
+            raise RequestError(f"method must be POST, not {line.get('method')!r:.80}", "method")
+        url, body = line.get("url"), line.get("body")
+        if url not in (openai.COMPLETIONS, openai.CHAT):
+            raise RequestError(f"url must be {openai.COMPLETIONS} or {openai.CHAT}, not {url!r:.80}", "url")
+        if not isinstance(body, dict):
+            raise RequestError("body is missing, or is no object", "body")
+        name, chat = self.llm.model_name, url == openai.CHAT
+        if body.get("model") not in (None, name):
+            raise RequestError(f"model {body['model']!r:.80} is not the one of this job, {name!r}", "model")
+        params = openai.sampling_params(body, chat)
+        text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
+        self.llm.engine.add(request_id, tokens, params, prompt=text, chat=chat)
+        self.pending[request_id] = _Pending(custom_id, chat, params)
+
+    def answer(self, output: RequestOutput) -> None:
+        one = self.pending.pop(output.request_id, None)
+        if one is None:
+            return  # somebody else's request on the same engine
+        self.progress.ok += 1
+        self.progress.prompt_tokens += len(output.prompt_token_ids)
+        self.progress.output_tokens += output.num_output_tokens
+        body = openai.answer_body(output, one.params, one.chat, self.llm.model_name, self.llm.tokenizer)
+        self.write(one.custom_id, 200, output.request_id, body)
+
+    def write(self, custom_id: str | None, status: int, request_id: str, body: dict[str, Any]) -> None:
+        self.records += 1
+        record = {
+            "id": f"batch_req_{self.records}",
+            "custom_id": custom_id,
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+            "error": None,
+        }
+        # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, is written as JSON's own escape.
+        self.output.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+        self.output.flush()
+
+
+def _filled(lines: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and content of the lines that are not blank; a byte order mark at the beginning is dropped."""
+    for number, raw in enumerate(lines, 1):
+        content = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if content.strip():
+            yield number, content
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"not UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"must be a JSON object, not {type(value).__name__}")
+    return value

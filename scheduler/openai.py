@@ -1,0 +1,141 @@
+"""OpenAI's request bodies to ours, and our answers to OpenAI's: completions and chat completions, one choice each."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from paged.errors import RequestError
+from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
+from scheduler.text import TextStream, Tokenizer
+from worker.step import SamplingParams
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# Fields that mean the same here, by our name; vLLM's additions to OpenAI's included.
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+)
+# Fields of which only the value that changes nothing is supported.
+_FIXED: dict[str, Any] = {"n": 1, "stream": False, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+_FIXED_COMPLETIONS: dict[str, Any] = {"echo": False, "best_of": 1, "suffix": ""}
+_IGNORED = ("model", "user", "metadata", "store")
+
+
+def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
+    """The parameters in a body; null means absent. Raises RequestError, which names the field."""
+    fixed = _FIXED if chat else _FIXED | _FIXED_COMPLETIONS
+    own = ("messages", "max_completion_tokens", "top_logprobs") if chat else ("prompt",)
+    known = (*_SAMPLING, *fixed, *_IGNORED, "logprobs", *own)
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise RequestError(f"unknown field {name!r}" + (f": did you mean {near[0]}?" if near else ""), name)
+        if name in fixed and value != fixed[name]:
+            raise RequestError(f"{name} {value!r:.80} is not supported, only {fixed[name]!r}", name)
+    values = {name: given[name] for name in _SAMPLING if name in given}
+    if chat:
+        limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if _is_int(given, name)}
+        if len(limits) > 1:
+            raise RequestError("max_tokens and max_completion_tokens differ: give one", "max_completion_tokens")
+        if "max_completion_tokens" in given:
+            values["max_tokens"] = given["max_completion_tokens"]
+        values["logprobs"] = _chat_logprobs(given)
+    elif "logprobs" in given:
+        values["logprobs"] = given["logprobs"]
+    return SamplingParams(**values)
+
+
+def _is_int(given: Mapping[str, Any], name: str) -> bool:
+    return isinstance(given.get(name), int)
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    wanted, top = given.get("logprobs", False), given.get("top_logprobs")
+    if not isinstance(wanted, bool):
+        raise RequestError(f"logprobs must be true or false, not {wanted!r:.80}", "logprobs")
+    if not wanted and top is not None:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    return (0 if top is None else top) if wanted else None
+
+
+def completion_prompt(body: Mapping[str, Any]) -> Any:
+    """The one prompt of a completion, text or token ids. Raises RequestError."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise RequestError(f"prompt holds {len(prompt)} prompts: write a line for each", "prompt")
+        prompt = prompt[0]
+    if not isinstance(prompt, (str, list)):
+        raise RequestError(f"prompt must be text or a list of token ids, not {prompt!r:.80}", "prompt")
+    return prompt
+
+
+def error_body(message: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}}
+
+
+def answer_body(
+    output: RequestOutput, params: SamplingParams, chat: bool, model: str, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The body of the answer to a request with these parameters."""
+    completion = output.outputs[0]
+    choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": completion.text}
+        choice["logprobs"] = _logprobs_of_chat(completion, params.logprobs)
+    else:
+        choice["text"] = completion.text
+        choice["logprobs"] = _logprobs_of_completion(completion, tokenizer)
+    prompt_tokens, output_tokens = len(output.prompt_token_ids), len(completion.token_ids)
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{output.request_id}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        },
+    }
+
+
+def _logprobs_of_completion(completion: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if completion.logprobs is None:
+        return None
+    entries = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    # Where each token begins in the text of all of them; what ended the sequence lies behind what is shown.
+    stream, offsets = TextStream(tokenizer, SamplingParams()), []
+    for token in completion.token_ids:
+        offsets.append(len(stream.text))
+        stream.push(token)
+    return {
+        "tokens": [row[token].decoded_token for token, row in entries],
+        "token_logprobs": [row[token].logprob for token, row in entries],
+        "top_logprobs": [{other.decoded_token: other.logprob for other in row.values()} for _, row in entries],
+        "text_offset": offsets,
+    }
+
+
+def _logprobs_of_chat(completion: CompletionOutput, count: int | None) -> dict[str, Any] | None:
+    """`count`: alternatives asked for; the chosen token is among them only where it ranks so high."""
+    if completion.logprobs is None or count is None:
+        return None
+
+    def entry(logprob: Logprob) -> dict[str, Any]:
+        text = logprob.decoded_token
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character, whose bytes are not known
+        return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode()) if whole else None}
+
+    content = []
+    for token, row in zip(completion.token_ids, completion.logprobs, strict=True):
+        top = sorted((other for other in row.values() if other.rank <= count), key=lambda other: other.rank)
+        content.append(entry(row[token]) | {"top_logprobs": [entry(logprob) for logprob in top]})
+    return {"content": content}

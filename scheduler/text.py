@@ -1,0 +1,191 @@
+"""Text: prompts to token ids, token ids to text as they come, stop strings, chat templates.
+
+Owns the tokenizer (the `tokenizers` library, read from tokenizer.json) and the rules of what a stream may show: never
+half a character, never the beginning of what may become a stop string.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as FastTokenizer
+
+from paged.errors import CheckpointError, RequestError
+from worker.step import SamplingParams
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint and its chat template."""
+
+    def __init__(self, tokenizer: FastTokenizer, chat_template: str | None, special: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._special = special  # bos_token and its like, which templates use by name
+        self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def from_dir(cls, path: Path) -> Tokenizer:
+        """Read the tokenizer of the checkpoint in the folder `path`. Raises CheckpointError."""
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{path} has no tokenizer.json: save it there with transformers' save_pretrained")
+        try:
+            tokenizer = FastTokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001  the library raises plain Exception for what it cannot read
+            raise CheckpointError(f"{file} is no tokenizer: {error}") from None
+        config_file, template_file = path / "tokenizer_config.json", path / "chat_template.jinja"
+        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+        template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        return cls(tokenizer, template, special)
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Token ids, int32 [n], with the special tokens that the tokenizer itself adds. Raises RequestError."""
+        return self._encode(text, add_special_tokens=True, param="prompt")
+
+    def encode_chat(self, messages: SequenceOf[Mapping[str, Any]]) -> npt.NDArray[np.int32]:
+        """Token ids of a conversation, int32 [n], up to where the assistant's answer begins.
+
+        The template writes the special tokens, so none are added again. Raises RequestError.
+        """
+        return self._encode(self._render(checked_messages(messages)), add_special_tokens=False, param="messages")
+
+    def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that the tokenizer does not know are nothing."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special ones too; bytes that are no character show as U+FFFD."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of `text`, without tokenising it; 0 where the text may be shortened first."""
+        # Every token stands for at most as many bytes as its name has characters, and a character is at least a byte.
+        return 0 if self._tokenizer.normalizer is not None else -(-len(text) // self._longest)
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> npt.NDArray[np.int32]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"character {error.start} is half a surrogate pair, which is no text", param) from None
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template: give a prompt, not messages", "messages")
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template  # 2 s, only for chats
+
+        try:
+            rendered, _ = render_jinja_template(
+                [messages], chat_template=self._chat_template, add_generation_prompt=True, **self._special
+            )
+        except TemplateError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
+        return str(rendered[0])
+
+
+def checked_messages(messages: Any) -> list[dict[str, str]]:
+    """Messages as templates take them, text parts joined. Raises RequestError, which names the message at fault."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages must be a list of at least one message", "messages")
+    result = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{i}] must be an object with a role and a content", "messages")
+        content = message.get("content")
+        if isinstance(content, list) and all(_is_text_part(part) for part in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            raise RequestError(f"messages[{i}].content must be text, or a list of text parts", "messages")
+        result.append({"role": message["role"], "content": content})
+    return result
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+class TextStream:
+    """The text of one sequence while its tokens come.
+
+    Tokens are decoded in a window: from the group shown last to the newest. A group is shown once its text no longer
+    ends in U+FFFD, which is what a character's first bytes decode to; `finish` shows what is left. So the deltas
+    together are what decoding all ids at once gives.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = params.skip_special_tokens
+        self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._ids: list[int] = []
+        # ids[before:read] were shown last; they are decoded again, for what a decoder does at a text's beginning.
+        self._before = self._read = 0
+        self._taken = 0  # characters of `text` that were given out
+        self._ended = False
+        self.text = ""  # everything decoded so far
+        self.stop_reason: str | None = None
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token. True when a stop string is complete: the text ends there, and no more may be pushed."""
+        self._ids.append(token_id)
+        shown, text = self._window()
+        if text.endswith(_REPLACEMENT) or len(text) <= len(shown):
+            return False
+        self._before, self._read = self._read, len(self._ids)
+        return self._append(text[len(shown) :])
+
+    def finish(self) -> None:
+        """No more tokens: show what is held back."""
+        if not self._ended and self._read < len(self._ids):
+            shown, text = self._window()
+            self.text += text[len(shown) :]
+        self._ended = True
+
+    def take_delta(self) -> str:
+        """What may be shown and was not yet."""
+        end = len(self.text) - (0 if self._ended else self._held_back())
+        delta = self.text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return delta
+
+    def _window(self) -> tuple[str, str]:
+        """The text of the group shown last, and of it with all that came after."""
+        shown = self._tokenizer.decode(self._ids[self._before : self._read], self._skip_special)
+        return shown, self._tokenizer.decode(self._ids[self._before :], self._skip_special)
+
+    def _append(self, new: str) -> bool:
+        start = max(0, len(self.text) - self._longest_stop + 1)  # a match ends in what is new
+        self.text += new
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return False
+        at, self.stop_reason = min(found)
+        self.text = self.text[: at + len(self.stop_reason) if self._include_stop else at]
+        self._ended = True
+        return True
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        return max((_overlap(self.text, stop) for stop in self._stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    lengths: Iterable[int] = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)

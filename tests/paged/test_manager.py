@@ -1,0 +1,605 @@
+"""KVCacheManager: hits, refusals, forks and moves, publishing, and that check() sees each planted fault."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import snapshot
+
+from paged import InvariantError, KVCacheManager, Move, OutOfPages, PageStateError
+from paged.manager import _Held
+from paged.prefix_cache import Entry, Tokens
+
+PAGE_SIZE = 4
+
+
+def tokens(*ids: int) -> Tokens:
+    return np.array(ids, dtype=np.int32)
+
+
+def ramp(length: int, start: int = 1) -> Tokens:
+    return np.arange(start, start + length, dtype=np.int32)
+
+
+def run(manager: KVCacheManager, seq_id: int, prompt: Tokens) -> int:
+    """Begin a sequence and compute its whole prompt. Returns the tokens that were cached."""
+    cached = manager.allocate(seq_id, prompt, len(prompt))
+    manager.commit(seq_id, prompt, len(prompt))
+    return cached
+
+
+def grow(manager: KVCacheManager, seq_id: int, history: Tokens) -> tuple[Move, ...]:
+    """Compute the rest of `history`. Returns the moves, which are confirmed."""
+    manager.extend(seq_id, len(history))
+    moves = manager.take_moves()
+    manager.commit(seq_id, history, len(history))
+    manager.confirm_moves(moves)
+    return moves
+
+
+def counts(manager: KVCacheManager, seq_id: int) -> list[int]:
+    return [manager.allocator.ref_count(page) for page in manager.table(seq_id).pages]
+
+
+def assert_refused(manager: KVCacheManager, error: type[Exception], call: Callable[[], object], match: str) -> None:
+    """The call raises, and changes nothing (P5)."""
+    before = snapshot.of_manager(manager)
+    with pytest.raises(error, match=match):
+        call()
+    assert snapshot.of_manager(manager) == before
+    manager.check()
+
+
+# Hits
+
+
+@pytest.mark.parametrize(
+    ("length", "hit"), [(1, 0), (15, 0), (16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32)]
+)
+def test_a01_the_same_prompt_hits_all_full_pages_but_never_its_last_token(length: int, hit: int) -> None:
+    manager = KVCacheManager(16, 16)
+    run(manager, 1, ramp(length))
+    manager.free(1)
+    assert run(manager, 2, ramp(length)) == hit
+    assert manager.match(ramp(length)) == hit
+    manager.check()
+
+
+def test_a12_a_preempted_sequence_finds_its_own_full_pages_again() -> None:
+    manager = KVCacheManager(8, PAGE_SIZE)
+    run(manager, 1, ramp(9))
+    manager.free(1)
+    assert manager.allocate(1, ramp(9), 9) == 8
+    assert len(manager.table(1)) == 3
+
+
+def test_a12_a_page_evicted_between_look_up_and_allocation_is_computed_again() -> None:
+    manager = KVCacheManager(6, PAGE_SIZE)
+    run(manager, 1, ramp(9))
+    manager.free(1)
+    assert manager.match(ramp(9)) == 8
+    run(manager, 2, ramp(13, start=100))  # takes the three free pages and evicts the tail
+    manager.free(2)
+    assert manager.allocate(1, ramp(9), 9) == 4
+    assert len(manager.table(1)) == 3
+    manager.check()
+
+
+def test_a_cached_prefix_is_shared_with_the_sequence_that_computed_it() -> None:
+    manager = KVCacheManager(8, PAGE_SIZE)
+    run(manager, 1, ramp(10))
+    run(manager, 2, ramp(10))
+    assert manager.table(2).pages[:2] == manager.table(1).pages[:2]
+    assert manager.table(2).pages[2] != manager.table(1).pages[2], "a page that is not full is never found (A10)"
+    assert counts(manager, 2) == [2, 2, 1]
+
+
+def test_a_prefix_ends_at_the_first_page_that_is_missing() -> None:
+    manager = KVCacheManager(16, PAGE_SIZE)
+    run(manager, 1, ramp(12))
+    assert manager.match(tokens(1, 2, 3, 4, 0, 6, 7, 8, 9, 10, 11, 12, 13)) == 4
+
+
+def test_pages_are_taken_only_for_the_tokens_computed_next() -> None:
+    manager = KVCacheManager(16, PAGE_SIZE)
+    manager.allocate(1, ramp(40), 5)
+    assert len(manager.table(1)) == 2
+
+
+def test_num_new_beyond_the_last_token_takes_no_page_more() -> None:
+    manager = KVCacheManager(16, PAGE_SIZE)
+    manager.allocate(1, ramp(9), 512)
+    assert len(manager.table(1)) == 3
+
+
+def test_two_sequences_that_compute_the_same_page_at_once_both_keep_their_own() -> None:
+    """Case A13: they are not taken for two owners of one page."""
+    manager = KVCacheManager(8, PAGE_SIZE)
+    manager.allocate(1, ramp(5), 5)
+    manager.allocate(2, ramp(5), 5)
+    manager.commit(1, ramp(5), 5)
+    manager.commit(2, ramp(5), 5)
+    assert not {*manager.table(1).pages} & {*manager.table(2).pages}
+    manager.free(1)
+    manager.free(2)
+    assert (manager.num_used, manager.allocator.num_cached, manager.allocator.num_free) == (0, 1, 6)
+    manager.check()
+
+
+def test_without_prefix_caching_nothing_ever_hits() -> None:
+    manager = KVCacheManager(8, PAGE_SIZE, enable_prefix_caching=False)
+    run(manager, 1, ramp(9))
+    assert (run(manager, 2, ramp(9)), manager.match(ramp(9))) == (0, 0)
+    manager.free(1)
+    manager.free(2)
+    assert manager.allocator.num_free == manager.num_usable
+    manager.check()
+
+
+# P4
+
+
+def test_p4_pages_are_not_found_before_they_are_committed() -> None:
+    manager = KVCacheManager(8, PAGE_SIZE)
+    manager.allocate(1, ramp(9), 9)
+    assert manager.match(ramp(9)) == 0
+
+
+@pytest.mark.parametrize(("computed", "hit"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 8)])
+def test_p4_only_pages_full_of_committed_tokens_are_found(computed: int, hit: int) -> None:
+    manager = KVCacheManager(8, PAGE_SIZE)
+    manager.allocate(1, ramp(9), 9)
+    manager.commit(1, ramp(9), computed)
+    assert manager.match(ramp(9)) == hit
+
+
+def test_p4_a_sequence_freed_before_it_was_computed_leaves_nothing_to_find() -> None:
+    manager = KVCacheManager(8, PAGE_SIZE)
+    manager.allocate(1, ramp(9), 9)
+    manager.free(1)
+    assert manager.match(ramp(9)) == 0
+    assert manager.allocator.num_free == manager.num_usable
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("page_size", [-1, 0, 3, 12, 24, 257, 512])
+def test_a_page_size_that_is_not_a_power_of_two_up_to_256_is_refused(page_size: int) -> None:
+    with pytest.raises(ValueError, match=f"not {page_size}"):
+        KVCacheManager(8, page_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_every_power_of_two_up_to_256_is_a_page_size(page_size: int) -> None:
+    manager = KVCacheManager(8, page_size)
+    run(manager, 1, ramp(2 * page_size + 1))
+    assert manager.match(ramp(2 * page_size + 1)) == 2 * page_size
+
+
+def full() -> KVCacheManager:
+    """7 pages: sequence 1 holds 3 of 9 tokens, 2 pages of another prompt are cached, 2 free."""
+    manager = KVCacheManager(8, PAGE_SIZE)
+    run(manager, 1, ramp(9))
+    run(manager, 2, ramp(8, start=100))
+    manager.free(2)
+    return manager
+
+
+def test_a_prompt_longer_than_the_pool_is_refused_with_the_numbers() -> None:
+    manager = full()
+    assert_refused(
+        manager, OutOfPages, lambda: manager.allocate(3, ramp(20, start=50), 20), "5 pages wanted, 4 available of 7"
+    )
+
+
+def test_cached_pages_without_an_owner_are_there_to_be_taken() -> None:
+    manager = full()
+    manager.allocate(3, ramp(16, start=50), 16)
+    assert (manager.num_available, manager.num_used) == (0, 7)
+    manager.check()
+
+
+def test_a_cached_prefix_that_is_revived_is_not_counted_as_available_too() -> None:
+    manager = full()
+    prompt = tokens(*range(100, 108), *range(60, 72))  # 2 cached pages, 3 more wanted, 2 free
+    assert_refused(manager, OutOfPages, lambda: manager.allocate(3, prompt, 20), "3 pages wanted, 2 available of 7")
+
+
+def test_a_prefix_shared_with_a_running_sequence_takes_nothing() -> None:
+    manager = full()
+    assert manager.allocate(3, tokens(*range(1, 9), *range(60, 76)), 16) == 8
+    assert manager.num_available == 0
+
+
+@pytest.mark.parametrize(("room_for", "fits"), [(0, True), (16, True), (17, False), (20, False)])
+def test_a_sequence_is_refused_that_would_have_no_room_for_so_many_tokens(room_for: int, fits: bool) -> None:
+    manager = full()
+    if fits:
+        manager.allocate(3, ramp(5, start=50), 5, room_for=room_for)
+        assert len(manager.table(3)) == 2, "the room is asked for, not taken"
+    else:
+        assert_refused(
+            manager,
+            OutOfPages,
+            lambda: manager.allocate(3, ramp(5, start=50), 5, room_for=room_for),
+            "5 pages wanted, 4 available of 7",
+        )
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(2, True), (3, False)])
+def test_a_sequence_is_refused_that_would_leave_fewer_than_spare_pages(spare: int, fits: bool) -> None:
+    manager = full()
+    if fits:
+        manager.allocate(3, ramp(5, start=50), 5, spare=spare)
+        assert manager.num_available == 2
+    else:
+        assert_refused(
+            manager,
+            OutOfPages,
+            lambda: manager.allocate(3, ramp(5, start=50), 5, spare=spare),
+            "5 pages wanted, 4 available of 7",
+        )
+
+
+def test_room_for_counts_the_cached_prefix() -> None:
+    manager = full()
+    prompt = tokens(*range(1, 9), 60)
+    assert manager.allocate(3, prompt, 1, room_for=24) == 8  # 6 pages, of which 2 are shared, and 4 there
+
+
+def test_extend_beyond_the_pool_is_refused_with_the_numbers() -> None:
+    manager = full()
+    assert_refused(manager, OutOfPages, lambda: manager.extend(1, 29), "5 pages wanted, 4 available of 7")
+
+
+def test_extend_takes_only_the_pages_that_are_missing() -> None:
+    manager = full()
+    assert manager.extend(1, 12) == []
+    new = manager.extend(1, 17)
+    assert manager.table(1).pages[3:] == new
+    assert len(new) == 2
+
+
+UNKNOWN: dict[str, Callable[[KVCacheManager], object]] = {
+    "table": lambda m: m.table(9),
+    "extend": lambda m: m.extend(9, 4),
+    "commit": lambda m: m.commit(9, ramp(4), 4),
+    "fork": lambda m: m.fork(9, 10),
+    "free": lambda m: m.free(9),
+    "free twice": lambda m: m.free(2),
+}
+
+
+@pytest.mark.parametrize("call", UNKNOWN)
+def test_an_unknown_sequence_is_refused(call: str) -> None:
+    manager = full()
+    assert_refused(manager, PageStateError, lambda: UNKNOWN[call](manager), "has no pages")
+
+
+def test_a_known_sequence_cannot_begin_again() -> None:
+    manager = full()
+    assert_refused(manager, PageStateError, lambda: manager.allocate(1, ramp(4), 4), "sequence 1 has pages already")
+
+
+def test_a_fork_needs_an_id_of_its_own() -> None:
+    manager = full()
+    assert_refused(manager, PageStateError, lambda: manager.fork(1, 1), "sequence 1 has pages already")
+
+
+@pytest.mark.parametrize(("length", "computed"), [(9, 8), (9, -1), (9, 10), (20, 13)])
+def test_commit_refuses_fewer_tokens_than_before_more_than_there_are_and_more_than_there_is_room_for(
+    length: int, computed: int
+) -> None:
+    manager = full()
+    assert_refused(
+        manager, PageStateError, lambda: manager.commit(1, ramp(length), computed), f"{computed} tokens computed"
+    )
+
+
+def test_a_move_that_is_not_under_way_cannot_be_confirmed() -> None:
+    manager = full()
+    assert_refused(manager, PageStateError, lambda: manager.confirm_moves([Move(1, 2)]), "is not under way")
+
+
+def test_confirming_one_good_and_one_unknown_move_confirms_neither() -> None:
+    manager = forked()
+    manager.extend(2, 11)
+    (move,) = manager.take_moves()
+    assert_refused(manager, PageStateError, lambda: manager.confirm_moves([move, Move(1, 2)]), "is not under way")
+
+
+def test_a_move_cannot_be_confirmed_twice_in_one_call() -> None:
+    manager = forked()
+    manager.extend(2, 11)
+    (move,) = manager.take_moves()
+    assert_refused(manager, PageStateError, lambda: manager.confirm_moves([move, move]), "is not under way")
+
+
+# Fork and copy on write
+
+
+def forked() -> KVCacheManager:
+    """Case A10: sequence 1 has computed 10 tokens, pages of 4, and 2 is its fork."""
+    manager = KVCacheManager(10, PAGE_SIZE)
+    run(manager, 1, ramp(10))
+    manager.fork(1, 2)
+    return manager
+
+
+def test_a10_a_fork_shares_every_page_and_takes_none() -> None:
+    manager = forked()
+    assert manager.table(2).pages == manager.table(1).pages
+    assert counts(manager, 1) == [2, 2, 2]
+    assert manager.num_used == 3
+    manager.check()
+
+
+def test_a10_a_fork_has_a_table_of_its_own() -> None:
+    manager = forked()
+    manager.extend(1, 13)
+    assert len(manager.table(2)) == 3
+
+
+def test_a10_the_first_writer_gets_a_copy_of_the_tail_by_a_move() -> None:
+    manager = forked()
+    tail = manager.table(1).pages[2]
+    manager.extend(2, 11)
+    (move,) = manager.take_moves()
+    assert move == Move(tail, manager.table(2).pages[2])
+    assert manager.table(1).pages[2] == tail
+    assert manager.table(2).pages[:2] == manager.table(1).pages[:2]
+    manager.check()
+
+
+def test_a10_the_source_of_a_move_is_held_until_the_move_is_confirmed() -> None:
+    manager = forked()
+    manager.extend(2, 11)
+    moves = manager.take_moves()
+    manager.free(1)
+    source = moves[0].source
+    assert manager.allocator.ref_count(source) == 1
+    manager.allocate(3, ramp(20, start=50), 20)  # every page that there is
+    assert (manager.num_available, source in manager.table(3).pages) == (0, False)
+    manager.confirm_moves(moves)
+    assert (manager.num_available, manager.allocator.ref_count(source)) == (1, 0)
+    manager.check()
+
+
+def test_a10_after_the_move_each_tail_has_one_owner() -> None:
+    manager = forked()
+    grow(manager, 2, tokens(*range(1, 11), 77))
+    assert counts(manager, 1) == counts(manager, 2) == [2, 2, 1]
+
+
+def test_a10_the_last_one_left_writes_into_the_tail_itself() -> None:
+    manager = forked()
+    grow(manager, 2, tokens(*range(1, 11), 77))
+    before = list(manager.table(1).pages)
+    assert grow(manager, 1, ramp(11)) == ()
+    assert manager.table(1).pages == before
+
+
+def test_a10_after_both_end_every_page_is_free_or_cached() -> None:
+    manager = forked()
+    grow(manager, 2, tokens(*range(1, 11), 77))
+    manager.free(1)
+    manager.free(2)
+    assert (manager.num_used, manager.num_available) == (0, manager.num_usable)
+    manager.check()
+
+
+def test_a10_each_branch_is_found_by_its_own_tokens() -> None:
+    manager = forked()
+    branch = tokens(*range(1, 11), 77, 78, 79)
+    grow(manager, 2, branch)
+    grow(manager, 1, ramp(13))
+    assert [entry.page for entry in manager.prefix_cache.match(branch)] == manager.table(2).pages[:3]
+    assert [entry.page for entry in manager.prefix_cache.match(ramp(13))] == manager.table(1).pages[:3]
+    manager.check()
+
+
+def test_a_fork_at_the_end_of_a_page_needs_no_move() -> None:
+    manager = KVCacheManager(10, PAGE_SIZE)
+    run(manager, 1, ramp(8))
+    manager.fork(1, 2)
+    assert grow(manager, 1, ramp(9)) == grow(manager, 2, ramp(9)) == ()
+    assert manager.table(1).pages[2] != manager.table(2).pages[2]
+
+
+def test_a_fork_does_not_share_pages_that_are_still_to_be_written() -> None:
+    """Room for 12 tokens is made before the fork, 5 are computed: the third page must not be written by both (P2)."""
+    manager = KVCacheManager(12, PAGE_SIZE)
+    manager.allocate(1, ramp(12), 12)
+    manager.commit(1, ramp(12), 5)
+    manager.fork(1, 2)
+    for seq_id in (1, 2):
+        manager.extend(seq_id, 12)
+    assert manager.table(1).pages[0] == manager.table(2).pages[0]
+    assert not {*manager.table(1).pages[1:]} & {*manager.table(2).pages[1:]}
+    manager.check()
+
+
+def test_making_room_without_writing_copies_nothing() -> None:
+    manager = forked()
+    assert manager.extend(2, 10) == []
+    assert manager.take_moves() == ()
+
+
+def test_a_copy_that_finds_no_page_is_refused() -> None:
+    manager = forked()
+    manager.allocate(3, ramp(24, start=50), 24)
+    assert_refused(manager, OutOfPages, lambda: manager.extend(2, 11), "1 pages wanted, 0 available of 9")
+
+
+def test_a_copy_and_the_pages_after_it_are_taken_together_or_not_at_all() -> None:
+    manager = forked()
+    manager.allocate(3, ramp(17, start=50), 17)
+    assert manager.num_available == 1
+    assert_refused(manager, OutOfPages, lambda: manager.extend(2, 13), "2 pages wanted, 1 available of 9")
+
+
+def test_moves_are_taken_once_and_in_order() -> None:
+    manager = forked()
+    manager.fork(1, 3)
+    manager.extend(2, 11)
+    manager.extend(3, 11)
+    targets = [manager.table(2).pages[2], manager.table(3).pages[2]]
+    assert [move.target for move in manager.take_moves()] == targets
+    assert manager.take_moves() == ()
+
+
+def test_moves_give_each_branch_its_own_tokens() -> None:
+    """Pages as plain lists of tokens, written as a worker would, for three branches that go on independently."""
+    manager, content, rng = KVCacheManager(40, PAGE_SIZE), dict[int, list[int]](), random.Random(0)
+    histories = {1: list(range(1, 11))}
+
+    def compute(seq_id: int, start: int) -> None:
+        history = histories[seq_id]
+        moves = manager.take_moves()
+        for move in moves:
+            content[move.target] = list(content[move.source])
+        for position in range(start, len(history)):
+            page, offset = divmod(manager.table(seq_id).slot(position), PAGE_SIZE)
+            assert manager.allocator.ref_count(page) == 1
+            content.setdefault(page, [0] * PAGE_SIZE)[offset] = history[position]
+        manager.commit(seq_id, tokens(*history), len(history))
+        manager.confirm_moves(moves)
+
+    manager.allocate(1, tokens(*histories[1]), 10)
+    compute(1, 0)
+    for new_id in (2, 3):
+        manager.fork(1, new_id)
+        histories[new_id] = list(histories[1])
+    for _ in range(30):
+        seq_id = rng.choice([1, 2, 3])
+        start = len(histories[seq_id])
+        histories[seq_id].append(100 * seq_id + start)
+        manager.extend(seq_id, start + 1)
+        compute(seq_id, start)
+        manager.check()
+    for seq_id, history in histories.items():
+        slots = manager.table(seq_id).slots(0, len(history)).tolist()
+        assert [content[slot // PAGE_SIZE][slot % PAGE_SIZE] for slot in slots] == history
+
+
+def test_a_manager_knows_which_sequences_have_pages() -> None:
+    manager = forked()
+    assert (len(manager), 1 in manager, 2 in manager, 3 in manager) == (2, True, True, False)
+
+
+# Planted faults
+
+
+def busy() -> KVCacheManager:
+    """Sequences 1 to 4, two of them forks, one move under way and one to come, cached pages of one that is gone."""
+    manager = KVCacheManager(20, PAGE_SIZE)
+    run(manager, 1, ramp(10))
+    manager.fork(1, 2)
+    manager.fork(1, 3)
+    manager.extend(2, 11)
+    manager.take_moves()
+    manager.extend(3, 11)
+    run(manager, 4, ramp(9, start=50))
+    run(manager, 5, ramp(9, start=70))
+    manager.free(5)
+    return manager
+
+
+def pages(manager: KVCacheManager, seq_id: int) -> list[int]:
+    return manager.table(seq_id).pages
+
+
+def chain(manager: KVCacheManager, seq_id: int) -> list[Entry]:
+    return manager._held[seq_id].chain
+
+
+def swap(manager: KVCacheManager, one: tuple[int, int], other: tuple[int, int]) -> None:
+    """Swap the pages at (sequence, index)."""
+    a, b = pages(manager, one[0]), pages(manager, other[0])
+    a[one[1]], b[other[1]] = b[other[1]], a[one[1]]
+
+
+def set_page(seq_id: int, index: int, page: int) -> Callable[[KVCacheManager], object]:
+    return lambda m: pages(m, seq_id).__setitem__(index, page)
+
+
+def set_computed(seq_id: int, num: int) -> Callable[[KVCacheManager], object]:
+    return lambda m: setattr(m._held[seq_id], "num_computed", num)
+
+
+def cached_page(manager: KVCacheManager) -> int:
+    return next(manager.prefix_cache.idle_pages())
+
+
+def free_a_cached_page(manager: KVCacheManager) -> None:
+    """The stale entry of case A02: the page may be handed out and can still be found."""
+    page = cached_page(manager)
+    manager.allocator.reclaim(page)
+    manager.prefix_cache.unpark(page)
+
+
+Fault = tuple[str, str, Callable[[KVCacheManager], object], str]
+FAULTS: list[Fault] = [
+    ("held.table", "a page dropped", lambda m: pages(m, 1).pop(), "P1"),
+    ("held.table", "a page twice", lambda m: pages(m, 1).append(pages(m, 1)[0]), "P1"),
+    ("held.table", "a page of another", lambda m: pages(m, 4).append(pages(m, 1)[0]), "P1"),
+    ("held.table", "the null page", set_page(1, 1, 0), "P1"),
+    ("held.table", "a page past the end", set_page(1, 1, 20), "P1"),
+    ("held.table", "a free page", lambda m: set_page(1, 1, m.allocator._free[0])(m), "P1"),
+    ("held.table", "a cached page", lambda m: set_page(1, 1, cached_page(m))(m), "P1"),
+    ("held.table", "two pages swapped", lambda m: swap(m, (4, 0), (4, 1)), "P3"),
+    ("held.table", "swapped with another's", lambda m: swap(m, (1, 1), (4, 1)), "P3"),
+    ("held.table", "a full page swapped with the tail", lambda m: swap(m, (4, 1), (4, 2)), "P3"),
+    ("held.chain", "an entry too many", lambda m: chain(m, 4).append(chain(m, 1)[0]), "P4"),
+    ("held.chain", "the wrong order", lambda m: chain(m, 4).reverse(), "P3"),
+    ("held.chain", "an entry of another", lambda m: chain(m, 4).__setitem__(1, chain(m, 1)[1]), "P3"),
+    ("held.chain", "the first entry lost", lambda m: chain(m, 4).pop(0), "P3"),
+    ("held.num_computed", "more than there is room for", set_computed(1, 13), "P1"),
+    ("held.num_computed", "fewer than published", set_computed(1, 7), "P4"),
+    ("_held", "a sequence lost", lambda m: m._held.pop(4), "P1"),
+    ("_held", "a sequence twice", lambda m: m._held.update({9: m._held[4]}), "P1"),
+    ("_moves", "lost", lambda m: m._moves.clear(), "P1"),
+    ("_moves", "twice", lambda m: m._moves.append(m._moves[0]), "P1"),
+    ("_moves", "another source", lambda m: m._moves.__setitem__(0, Move(pages(m, 4)[0], 1)), "P1"),
+    ("_under_way", "lost", lambda m: m._under_way.clear(), "P1"),
+    ("_under_way", "twice", lambda m: m._under_way.append(m._under_way[0]), "P1"),
+    ("allocator", "a count too many", lambda m: m.allocator.share(pages(m, 1)[0]), "P1"),
+    ("allocator", "a page leaked", lambda m: m.allocator.allocate(1), "P1"),
+    ("allocator", "a page released behind its owner", lambda m: m.allocator.release(pages(m, 1)[0]), "P1"),
+    ("allocator", "a cached page freed", lambda m: m.allocator.reclaim(cached_page(m)), "P1"),
+    ("allocator", "a page on the free list twice", lambda m: m.allocator._free.append(m.allocator._free[0]), "INV-3"),
+    ("prefix_cache", "an owned page evictable", lambda m: m.prefix_cache.park(pages(m, 4)[1]), "P1"),
+    ("prefix_cache", "a cached page not evictable", lambda m: m.prefix_cache.unpark(cached_page(m)), "P1"),
+    ("prefix_cache", "a cached page forgotten", lambda m: m.prefix_cache.evict(), "P1"),
+    ("prefix_cache", "a free page found", free_a_cached_page, "P3"),
+    ("prefix_cache", "an entry lost", lambda m: m.prefix_cache._entries.popitem(), "prefix cache INV-2"),
+    ("prefix_cache", "an order", lambda m: m.prefix_cache._idle.move_to_end(cached_page(m)), "prefix cache INV-3"),
+]
+
+
+@pytest.mark.parametrize(("attribute", "what", "plant", "invariant"), FAULTS, ids=[f"{f[0]}-{f[1]}" for f in FAULTS])
+def test_check_names_the_invariant_of_a_planted_fault(
+    attribute: str, what: str, plant: Callable[[KVCacheManager], object], invariant: str
+) -> None:
+    manager = busy()
+    manager.check()
+    plant(manager)
+    with pytest.raises(InvariantError, match=f"^{invariant}: "):
+        manager.check()
+
+
+def test_check_names_the_owners_of_the_page_at_fault() -> None:
+    manager = KVCacheManager(8, PAGE_SIZE)
+    run(manager, 11, ramp(4))
+    manager.allocator.share(1)
+    with pytest.raises(InvariantError, match=r"page 1 is referenced 1 times, its count is 2; held: \{11: \[1\]\}"):
+        manager.check()
+
+
+def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
+    state = set(vars(busy())) - {"page_size", "enable_prefix_caching"} | {f"held.{name}" for name in _Held.__slots__}
+    assert {fault[0] for fault in FAULTS} == state

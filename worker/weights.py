@@ -1,0 +1,133 @@
+"""Weights from a Hugging Face folder: safetensors files, one or many, checked by name and shape before they are read.
+
+Pickles are never opened. Every tensor that the model needs must be there, and every tensor that is there must be used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paged.errors import CheckpointError
+from worker.model_config import ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what is computed from the config
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape, [out, in], of every tensor that a checkpoint of this config has."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for i in range(config.num_layers):
+        tensors |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    if not config.tie_word_embeddings:
+        tensors[HEAD] = (config.vocab_size, hidden)
+    return tensors
+
+
+def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in the folder `path`, by name, in `dtype` on `device`.
+
+    Tensors that need no conversion stay mapped from their file. With tied embeddings `lm_head.weight` is the embedding
+    itself. Raises CheckpointError, which names the file or tensor, before the first tensor is read.
+    """
+    files = {name: file for file in _files(path) for name in _names(file) if not _COMPUTED.search(name)}
+    shapes = _shapes(files)
+    wanted = expected_tensors(config)
+    if config.tie_word_embeddings and HEAD in files:
+        wanted[HEAD] = wanted[EMBEDDING]  # a copy is allowed, and may stand for a missing embedding
+        if EMBEDDING not in files:
+            del wanted[EMBEDDING]
+    _check(path, wanted, shapes)
+    weights: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as opened:
+            for name in (name for name, place in files.items() if place == file):
+                weights[name] = opened.get_tensor(name).to(device=device, dtype=dtype)
+    if config.tie_word_embeddings:
+        _tie(weights)
+    return weights
+
+
+def _tie(weights: dict[str, Tensor]) -> None:
+    """One tensor under both names; of two that differ the embedding wins, as in transformers."""
+    embedding = weights.get(EMBEDDING)
+    if embedding is None:
+        embedding = weights[EMBEDDING] = weights[HEAD]
+    if HEAD in weights and not torch.equal(weights[HEAD], embedding):
+        warnings.warn(f"{HEAD} differs from the embedding it is tied to: the embedding is used for both", stacklevel=3)
+    weights[HEAD] = embedding
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of the checkpoint: those of the index, or the single one."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from None
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} points to {name!r}, which is not a file of this folder: it is not read")
+            if not (path / name).is_file():
+                raise CheckpointError(f"{index} points to {name}, which is missing: fetch the whole checkpoint again")
+        return [path / name for name in names]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    pickles = sorted(p.name for suffix in ("*.bin", "*.pt", "*.pth") for p in path.glob(suffix))
+    if pickles:
+        raise CheckpointError(
+            f"{path} has only {pickles[0]}, a pickle, which can run code and is never opened: convert it with "
+            "transformers' save_pretrained, which writes safetensors"
+        )
+    raise CheckpointError(f"{path} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged, or no safetensors file: {error}") from None
+
+
+def _shapes(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as opened:
+            for name in (name for name, place in files.items() if place == file):
+                shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes
+
+
+def _check(path: Path, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not part of the model" for name in found if name not in wanted]
+    problems += [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if found.get(name, shape) != shape
+    ]
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{path} does not fit its config.json: {'; '.join(problems[:3])}{more}")
