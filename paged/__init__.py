@@ -93,7 +93,8 @@ _FORWARDED = {
 def __getattr__(name: str) -> Any:
     if name not in _FORWARDED:
         raise AttributeError(f"module 'paged' has no attribute {name!r}")
-    _check_siblings()
+    if not _FORWARDED[name].startswith("paged."):
+        _check_siblings()
     value = getattr(importlib.import_module(_FORWARDED[name]), name)
     value.__module__ = __name__  # users are shown only `paged`
     globals()[name] = value

@@ -58,9 +58,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters; the object is the engine's own and goes on changing."""
-        stats = self.scheduler.stats
-        stats.used_pages = self.scheduler.manager.num_used
-        return stats
+        return self.scheduler.stats
 
     @property
     def max_prompt_tokens(self) -> int:

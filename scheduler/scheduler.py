@@ -89,7 +89,8 @@ class Scheduler:
         self._under_way = step
         self.stats.num_steps += 1
         self.stats.max_running = max(self.stats.max_running, len(rows))
-        self.stats.peak_pages = max(self.stats.peak_pages, self.manager.num_used)
+        self.stats.used_pages = self.manager.num_used
+        self.stats.peak_pages = max(self.stats.peak_pages, self.stats.used_pages)
         self.stats.waste_sum += self._waste()
         return step
 
@@ -237,6 +238,7 @@ class Scheduler:
             self._forget.append(sequence.seq_id)
             sequence.known_to_worker = False
         self.stats.running -= 1
+        self.stats.used_pages = self.manager.num_used
 
     def _waste(self) -> float:
         """Room without a token over room with one, in the pages held once this step is done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-NUM_FAMILIES = 3
+NUM_FAMILIES = 2
 
 
 def family(number: int, length: int) -> list[int]:
@@ -15,9 +15,10 @@ def family(number: int, length: int) -> list[int]:
 
 @st.composite
 def prompts(draw: st.DrawFn, page_size: int) -> list[int]:
-    """A prompt whose beginning other prompts are likely to share, up to anywhere in a page; one to five pages long."""
-    tokens = family(draw(st.integers(0, NUM_FAMILIES - 1)), draw(st.integers(0, 4 * page_size)))
-    return tokens + draw(st.lists(st.integers(1, 3), min_size=0 if tokens else 1, max_size=page_size))
+    """A prompt whose beginning other prompts are likely to share, often up to the end of a page; up to five pages."""
+    length = draw(st.sampled_from(range(5))) * page_size + draw(st.sampled_from([0, 0, 1, page_size // 2]))
+    tokens = family(draw(st.sampled_from(range(NUM_FAMILIES))), length)
+    return tokens + draw(st.lists(st.integers(1, 2), min_size=0 if tokens else 1, max_size=page_size))
 
 
 def new_tokens(page_size: int) -> SearchStrategy[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import snapshot
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,8 +24,8 @@ from strategies import new_tokens, page_sizes, prompts
 from paged import BlockAllocator, KVCacheManager, Move, OutOfPages, PageStateError, pages_for
 from paged.prefix_cache import Entry, Tokens
 
-PLAIN = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-LONG = settings(PLAIN, max_examples=1500, stateful_step_count=80)
+PLAIN = settings(max_examples=400, stateful_step_count=50)
+LONG = settings(max_examples=4000, stateful_step_count=80)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -131,7 +131,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.under_way: list[Move] = []
         self.next_id = 0
 
-    @initialize(page_size=page_sizes(), num_usable=st.integers(3, 20), caching=st.sampled_from([True] * 3 + [False]))
+    @initialize(
+        page_size=page_sizes(), num_usable=st.sampled_from(range(3, 25)), caching=st.sampled_from([True] * 3 + [False])
+    )
     def start(self, page_size: int, num_usable: int, caching: bool) -> None:
         self.page_size = page_size
         self.num_usable = num_usable
@@ -173,10 +175,21 @@ class ManagerMachine(RuleBasedStateMachine):
     # Rules
 
     @precondition(has_room)
-    @rule(data=st.data(), room_pages=st.integers(0, 6), spare=st.sampled_from([0, 0, 0, 1, 3]))
+    @rule(data=st.data(), room_pages=st.sampled_from([0, 0, 0, 2, 6]), spare=st.sampled_from([0, 0, 0, 1, 3]))
     def allocate(self, data: st.DataObject, room_pages: int, spare: int) -> None:
         tokens = data.draw(prompts(self.page_size), label="prompt")
         num_new = data.draw(st.integers(1, 2 * self.page_size + 1), label="num_new")
+        self.begin(tokens, num_new, room_pages, spare)
+
+    @precondition(has_room)
+    @rule(data=st.data(), together=st.sampled_from([1, 1, 2]))
+    def serve(self, data: st.DataObject, together: int) -> None:
+        """A prompt begins and is computed whole; by two at once, who then compute the same pages (case A13)."""
+        tokens = data.draw(prompts(self.page_size), label="prompt")
+        ids = [self.next_id - 1 for _ in range(together) if self.begin(list(tokens), len(tokens))]
+        self.forward({seq_id: len(tokens) for seq_id in ids})
+
+    def begin(self, tokens: list[int], num_new: int, room_pages: int = 0, spare: int = 0) -> bool:
         seq_id, size, references = self.next_id, self.page_size, self.references
         seq = Sequence(tokens, 0, [])
         hit = [entry.page for entry in self.manager.prefix_cache.match(seq.array)]
@@ -195,7 +208,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if least > available:
             error = self.refused(OutOfPages, call)
             assert (error.wanted, error.available, error.total) == (least, available, self.num_usable)
-            return
+            return False
         assert call() == cached
         seq.computed, seq.pages = cached, list(self.manager.table(seq_id).pages)
         assert seq.pages[: len(hit)] == hit
@@ -203,6 +216,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.handed_out(seq.pages[len(hit) :], references + Counter(hit))
         self.seqs[seq_id] = seq
         self.next_id += 1
+        return True
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -215,15 +229,16 @@ class ManagerMachine(RuleBasedStateMachine):
         """Some sequences compute some of their tokens in one forward pass, which may fail."""
         ids = st.sampled_from(sorted(self.seqs))
         chosen = data.draw(st.lists(ids, min_size=1, max_size=4, unique=True), label="sequences")
-        rows = {}
+        stops = {}
         for seq_id in chosen:
             seq = self.seqs[seq_id]
-            missing = len(seq.tokens) - seq.computed
-            if not missing:
-                continue
-            stop = seq.computed + data.draw(st.integers(1, missing), label="num_tokens")
-            if self.extend(seq_id, stop):
-                rows[seq_id] = stop
+            if seq.computed < len(seq.tokens):
+                stops[seq_id] = data.draw(st.integers(seq.computed + 1, len(seq.tokens)), label="computed")
+        self.forward(stops, confirm, fails)
+
+    def forward(self, stops: dict[int, int], confirm: bool = True, fails: bool = False) -> None:
+        """One step: sequences by id, and how many tokens of each are computed after it."""
+        rows = {seq_id: stop for seq_id, stop in stops.items() if self.extend(seq_id, stop)}
         moves = self.manager.take_moves()
         assert list(moves) == self.waiting
         self.waiting.clear()
@@ -283,8 +298,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.content[page][offset] == tuple(tokens[: position + 1]), f"P3: page {page}, offset {offset}"
 
     @precondition(lambda self: self.seqs and self.has_room())
-    @rule(data=st.data(), branches=st.integers(1, 3))
-    def fork(self, data: st.DataObject, branches: int) -> None:
+    @rule(data=st.data(), branches=st.integers(1, 3), go_on=st.booleans())
+    def fork(self, data: st.DataObject, branches: int, go_on: bool) -> None:
+        """Branches of a sequence, which all go on at once or later."""
         seq_id = self.pick(data)
         seq = self.seqs[seq_id]
         for _ in range(branches):
@@ -295,11 +311,16 @@ class ManagerMachine(RuleBasedStateMachine):
             tokens = seq.tokens[: seq.computed] + data.draw(new_tokens(self.page_size), label="tokens")
             self.seqs[self.next_id] = Sequence(tokens, seq.computed, pages)
             self.next_id += 1
+        if go_on:
+            seq.tokens += data.draw(new_tokens(self.page_size), label="tokens")
+            ids = [seq_id, *range(self.next_id - branches, self.next_id)]
+            self.forward({i: len(self.seqs[i].tokens) for i in ids}, confirm=data.draw(st.booleans(), label="confirm"))
 
     @precondition(lambda self: self.seqs)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        self.free(self.pick(data))
+    @rule(data=st.data(), number=st.integers(1, 4))
+    def end(self, data: st.DataObject, number: int) -> None:
+        for _ in range(min(number, len(self.seqs))):
+            self.free(self.pick(data))
 
     def free(self, seq_id: int) -> None:
         self.manager.free(seq_id)
@@ -385,7 +406,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def test_the_allocator_agrees_with_a_dict_of_counts() -> None:
-    run_state_machine_as_test(AllocatorMachine, settings=PLAIN)
+    run_state_machine_as_test(AllocatorMachine, settings=settings(PLAIN, max_examples=100))
 
 
 def test_the_manager_agrees_with_a_model_of_every_slot() -> None:

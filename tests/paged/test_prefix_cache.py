@@ -268,6 +268,46 @@ def test_what_only_a_forgotten_page_led_to_is_forgotten_too() -> None:
     manager.check()
 
 
+def through_others_pages() -> KVCacheManager:
+    """Sequence 2 owns only the second of its first three pages' entries: the first is 1's, the third 3's.
+
+    1 and 3 have ended, so the first and the third page have no owner; one page more, and the third is evicted.
+    """
+    manager, prompt = KVCacheManager(12, PAGE_SIZE), tokens(*range(1, 14))
+    manager.allocate(1, prompt[:5], 5)
+    manager.allocate(2, prompt, 13)
+    manager.commit(1, prompt[:5], 5)
+    manager.commit(2, prompt, 8)
+    assert manager.allocate(3, prompt, 13) == 8
+    manager.commit(3, prompt, 12)
+    manager.commit(2, prompt, 12)
+    manager.free(1)
+    manager.free(3)
+    manager.allocate(4, tokens(*range(50, 50 + PAGE_SIZE * (manager.allocator.num_free + 1))), 99)
+    assert manager.match(prompt) == 8
+    return manager
+
+
+def test_a_sequence_whose_last_entry_is_forgotten_still_counts_as_a_use_of_the_others() -> None:
+    """Else the first page, without an owner for longer, would go before the second, which only it leads to."""
+    manager = through_others_pages()
+    manager.free(2)
+    manager.check()
+    manager.allocate(5, tokens(*range(80, 80 + PAGE_SIZE * (manager.allocator.num_free + 1))), 99)
+    assert manager.match(tokens(*P)) == 4
+
+
+def test_nothing_is_published_below_a_forgotten_page() -> None:
+    manager = through_others_pages()
+    prompt = tokens(*range(1, 18))
+    manager.free(4)
+    manager.extend(2, 17)
+    manager.commit(2, prompt, 17)
+    assert manager.match(prompt) == 8
+    assert len(manager.prefix_cache) == 2
+    manager.check()
+
+
 class Node:
     """A page of the model below: its history, who owns it, when it was last used."""
 

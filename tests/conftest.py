@@ -1,0 +1,34 @@
+"""What tests share: the hypothesis profile, and the real model, fetched once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from worker.checkpoints import Checkpoint, resolve
+
+# Machines are shared, so no example has a deadline; CI must not fail on a lucky draw that nobody can repeat.
+settings.register_profile(
+    "paged", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("paged")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Checkpoint:
+    """SmolLM2-135M-Instruct in the user's cache; downloaded by whichever test asks first."""
+    return resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def transformers_smollm2(smollm2: Checkpoint) -> Any:
+    """The same weights in transformers, float32: the oracle."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_pretrained(smollm2.path).eval()

@@ -1,0 +1,112 @@
+"""Tiny random checkpoints, made with transformers, which is also the oracle for them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# head_dim is not hidden / heads, and sizes are odd where they may be
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 84,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+def tiny_llama(folder: Path, shard_size: str = "1GB", **overrides: Any) -> Any:
+    """Make a seeded random Llama, save it to `folder`, and return the transformers model, float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**TINY | overrides)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms too, which begin as ones
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change fields of config.json; None removes one."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits of every position, float32 [n, vocab]."""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+
+
+def write_gguf(file: Path, model: Any, kind: str = "F32", **overrides: Any) -> dict[str, Any]:
+    """Write a Llama of transformers as llama.cpp would: its names, q and k rows in its order, a tiny BPE tokenizer.
+
+    Matrices get the GGUF type `kind`. Returns what each tensor holds after quantising, by its GGUF name.
+    """
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(file, overrides.get("architecture", "llama"))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(overrides.get("theta", 10000.0))
+    if "scaling" in overrides:
+        writer.add_string("llama.rope.scaling.type", overrides["scaling"])
+    _add_tokenizer(writer, config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    wanted = gguf.GGMLQuantizationType[kind]
+    held = {}
+    for name, tensor in model.state_dict().items():
+        values = tensor.numpy()
+        short = names.get_name(name, try_suffixes=(".weight",))
+        for part, heads in (("attn_q", config.num_attention_heads), ("attn_k", config.num_key_value_heads)):
+            if part in short:
+                halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
+                values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else wanted
+        data = gguf.quants.quantize(values, stored)
+        held[short] = gguf.quants.dequantize(data, stored).reshape(values.shape)
+        writer.add_tensor(short, data, raw_dtype=stored)
+    if "extra" in overrides:
+        writer.add_tensor(overrides["extra"], np.zeros(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def _add_tokenizer(writer: Any, vocab_size: int) -> None:
+    letters = ["<s>", "</s>", "<unk>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "abc"]
+    tokens = letters + [f"<extra_{i}>" for i in range(vocab_size - len(letters))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") else 1 for token in tokens])
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)

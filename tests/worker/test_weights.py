@@ -1,0 +1,224 @@
+"""Weights: every file and tensor is checked by name before it is read (cases C02 and C05)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import edit_config, tiny_llama
+from safetensors.torch import load_file, save_file
+
+from paged import CheckpointError
+from worker.checkpoints import resolve
+from worker.weights import load_weights
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return load_weights(folder, resolve(str(folder)).config, dtype, torch.device("cpu"))
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change tensors of model.safetensors; None removes one. Dots in names are written as two underscores."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value.contiguous().clone()
+    save_file(tensors, file)
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    model = tiny_llama(tmp_path, tie_word_embeddings=True)
+    return tmp_path, model.state_dict()[EMBEDDING]
+
+
+@pytest.fixture
+def untied(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    return tmp_path, tiny_llama(tmp_path).state_dict()
+
+
+def test_all_tensors_are_those_of_transformers(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, state = untied
+    weights = load(folder)
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+
+
+def test_many_files_are_one_checkpoint(tmp_path: Path) -> None:
+    state = tiny_llama(tmp_path, shard_size="50KB").state_dict()
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    weights = load(tmp_path)
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, state = untied
+    weights = load(folder, torch.bfloat16)
+    assert all(torch.equal(weights[name], state[name].bfloat16()) for name in state)
+
+
+def test_c02a_tied_without_a_head_uses_the_embedding(tied: tuple[Path, torch.Tensor]) -> None:
+    weights = load(tied[0])
+    assert weights[HEAD] is weights[EMBEDDING]
+    assert torch.equal(weights[HEAD], tied[1])
+
+
+def test_c02b_a_tied_copy_is_allowed(tied: tuple[Path, torch.Tensor]) -> None:
+    folder, embedding = tied
+    edit_weights(folder, lm_head__weight=embedding)
+    weights = load(folder)
+    assert weights[HEAD] is weights[EMBEDDING]
+    assert torch.equal(weights[HEAD], embedding)
+
+
+def test_c02c_of_two_that_differ_the_embedding_wins_with_one_warning(tied: tuple[Path, torch.Tensor]) -> None:
+    folder, embedding = tied
+    edit_weights(folder, lm_head__weight=embedding + 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = load(folder)
+    assert ["lm_head.weight differs" in str(w.message) for w in caught] == [True]
+    assert torch.equal(weights[HEAD], embedding)
+    assert torch.equal(weights[EMBEDDING], embedding)
+
+
+def test_c02d_an_untied_head_is_used(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, state = untied
+    weights = load(folder)
+    assert torch.equal(weights[HEAD], state[HEAD])
+    assert not torch.equal(weights[HEAD], weights[EMBEDDING])
+
+
+def test_c02e_an_untied_head_that_is_absent_is_named(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    edit_weights(untied[0], lm_head__weight=None)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        load(untied[0])
+
+
+def test_c02f_without_the_flag_llama_is_untied(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, state = untied
+    edit_config(folder, tie_word_embeddings=None)
+    assert torch.equal(load(folder)[HEAD], state[HEAD])
+    edit_weights(folder, lm_head__weight=None)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        load(folder)
+
+
+def test_c02g_a_tied_head_stands_for_an_absent_embedding(tied: tuple[Path, torch.Tensor]) -> None:
+    folder, embedding = tied
+    edit_weights(folder, lm_head__weight=embedding, model__embed_tokens__weight=None)
+    weights = load(folder)
+    assert torch.equal(weights[EMBEDDING], embedding)
+    assert weights[HEAD] is weights[EMBEDDING]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model__layers__1__mlp__up_proj__weight": None}, r"model\.layers\.1\.mlp\.up_proj\.weight is missing"),
+        ({"model__layers__0__extra__weight": torch.ones(3)}, r"layers\.0\.extra\.weight is not part of the model"),
+        ({"model__norm__weight": torch.ones(47)}, r"model\.norm\.weight is \[47\], not \[48\]"),
+        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(96)}, r"q_proj\.bias is not part"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    untied: tuple[Path, dict[str, torch.Tensor]], change: dict[str, Any], message: str
+) -> None:
+    edit_weights(untied[0], **change)
+    with pytest.raises(CheckpointError, match=message):
+        load(untied[0])
+
+
+def test_rotary_buffers_of_old_checkpoints_are_passed_over(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, state = untied
+    edit_weights(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    assert load(folder).keys() == state.keys()
+
+
+class Trap:
+    """Unpickling this creates a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.marker,))
+
+
+def test_c05_a_pickle_is_refused_and_not_opened(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, marker = untied[0], untied[0] / "marker"
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(marker)))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle.*convert"):
+        load(folder)
+    assert not marker.exists()
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    assert marker.exists()  # the trap works
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    tiny_llama(tmp_path, shard_size="50KB")
+    return tmp_path
+
+
+def point_index_to(folder: Path, name: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+
+
+def test_c05_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name}, which is missing"):
+        load(sharded)
+
+
+def test_c05_a_truncated_file_is_named(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    file = untied[0] / "model.safetensors"
+    for length in (4, 40, file.stat().st_size - 100):
+        file.write_bytes(file.read_bytes()[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+            load(untied[0])
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors"])
+def test_c05_a_path_outside_the_folder_is_not_read(sharded: Path, name: str) -> None:
+    point_index_to(sharded, name)
+    with pytest.raises(CheckpointError, match="not a file of this folder"):
+        load(sharded)
+
+
+def test_c05_an_extra_file_is_ignored(sharded: Path) -> None:
+    names = load(sharded).keys()
+    (sharded / "consolidated.safetensors").write_bytes(b"anything")
+    assert load(sharded).keys() == names
+
+
+def test_c05_code_of_the_checkpoint_is_never_run(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder = untied[0]
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"}, architectures=["EvilForCausalLM"])
+    (folder / "evil.py").write_text(f"open({str(folder / 'marker')!r}, 'w')")
+    with pytest.raises(CheckpointError, match=r"EvilForCausalLM.*never run"):
+        load(folder)
+    assert not (folder / "marker").exists()
+    edit_config(folder, architectures=["LlamaForCausalLM"])
+    load(folder)  # built in: the map is not looked at
+    assert not (folder / "marker").exists()
+
+
+def test_a_folder_without_weights_says_so(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    (untied[0] / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        load(untied[0])
