@@ -234,10 +234,6 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("paged: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Who read our output is gone; Python would complain again when it flushes at exit.
-        sys.stdout = None
-        return 0
     return result if isinstance(result, int) else 0
 
 

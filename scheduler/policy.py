@@ -31,7 +31,7 @@ def resolve_max_tokens(
     if num_prompt + least > max_model_len:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, and max_model_len is {max_model_len}: shorten it to "
-            f"{max_model_len - least}, or raise max_model_len if the model allows it",
+            f"{min(max_model_len - least, pool_tokens)}, or raise max_model_len if the model allows it",
             "prompt",
         )
     if num_prompt > pool_tokens:
@@ -46,7 +46,7 @@ def resolve_max_tokens(
     if num_prompt + max_tokens > max_model_len:
         raise RequestError(
             f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}, and "
-            f"max_model_len is {max_model_len}: lower max_tokens to {max_model_len - num_prompt}",
+            f"max_model_len is {max_model_len}: lower max_tokens to {longest}",
             "max_tokens",
         )
     if max_tokens > max(longest, 0):

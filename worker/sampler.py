@@ -30,6 +30,8 @@ def sample(logits: Tensor, params: SequenceOf[SamplingParams], uniforms: Sequenc
         if not param.greedy:
             weights = filtered(logits[i], param)
             total = weights.cumsum(0)
+            if not total[-1] > 0:
+                continue  # infinite logits, or none that is a number: no other row may notice
             target = torch.tensor(uniforms[i], dtype=torch.float64, device=total.device) * total[-1]
             # `right` skips tokens of no weight at the start; the clamp is for a product that rounds up to the total.
             token = int(torch.searchsorted(total, target, right=True).clamp(max=len(total) - 1))
@@ -78,7 +80,7 @@ def logprobs(logits: Tensor, token_ids: SequenceOf[int], counts: SequenceOf[int 
             continue
         values = row.float().log_softmax(dim=-1)
         chosen = values[token]
-        top = values.topk(count)
+        top = values.topk(min(count, len(values)))
         rank = int((values > chosen).sum()) + 1
         result.append(Logprobs(float(chosen), rank, tuple(top.indices.tolist()), tuple(top.values.tolist())))
     return result

@@ -7,7 +7,7 @@ preemption, brings a `Reset` with its whole state. Steps are numbered; a worker 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,6 +20,7 @@ from paged.manager import Move
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+_MAX_FLOAT = sys.float_info.max
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax: dividing by it could only overflow
 
 
@@ -67,7 +68,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._number("temperature", 0.0, math.inf)
+        self._number("temperature", 0.0, _MAX_FLOAT)
         self._number("top_p", 0.0, 1.0, low_open=True)
         self._number("min_p", 0.0, 1.0)
         self._integer("top_k", -1, 2**31)
@@ -98,10 +99,11 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, low_open: bool = False) -> None:
         value = getattr(self, name)
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or value > high or value < low or (low_open and value == low):
-            bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        if not fits or (low_open and value == low):
+            bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < _MAX_FLOAT else f"at least {low:g}"
             raise RequestError(f"{name} must be a number {bounds}, not {value!r:.80}", name)
+        object.__setattr__(self, name, float(value))  # torch takes no whole number of more than 64 bits
 
     def _integer(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -1,0 +1,243 @@
+"""Jobs: every line has its answer or its error record, and a bad one costs nobody else anything (cases B01 and B02)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged import LLM, ConfigError
+from scheduler.jobs import JobProgress, run_job
+from worker.checkpoints import Checkpoint
+
+Records = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Checkpoint) -> LLM:
+    return LLM("smollm2", dtype="float32", kv_memory="256MiB", max_num_seqs=16)
+
+
+def line(custom_id: Any, **body: Any) -> dict[str, Any]:
+    body = {"prompt": "The capital of France is", "max_tokens": 2, "temperature": 0} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def chat(custom_id: Any, **body: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "temperature": 0} | body
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def run(llm: LLM, folder: Path, lines: list[Any]) -> tuple[Records, JobProgress]:
+    """Bytes are written as they are, all else as JSON; the records in order of their line."""
+    content = b"\n".join(item if isinstance(item, bytes) else json.dumps(item).encode() for item in lines)
+    (folder / "in.jsonl").write_bytes(content)
+    progress = run_job(llm, folder / "in.jsonl", folder / "out.jsonl", overwrite=True)
+    records = [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()]
+    assert progress.ok + progress.failed == len(records)
+    llm.engine.scheduler.check()
+    assert not llm.engine.has_work
+    for record in records:  # B07: the failure is in one place only
+        assert record["error"] is None
+        assert (record["response"]["status_code"] == 200) == ("error" not in record["response"]["body"])
+    return sorted(records, key=lambda r: int(r["response"]["request_id"].removeprefix("line-"))), progress
+
+
+def status(records: Records) -> list[int]:
+    return [record["response"]["status_code"] for record in records]
+
+
+def message(record: dict[str, Any]) -> str:
+    return str(record["response"]["body"]["error"]["message"])
+
+
+def test_b01_bad_requests_cost_one_record_each(llm: LLM, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [line(f"id-{i}") for i in range(1, 21)]
+    lines[2]["body"]["prompt"] = [5] * 9000
+    lines[6]["body"]["temperature"] = -1
+    lines[10]["url"] = "/v1/unknown"
+    lines[12] = chat("id-13", messages=[])
+    del lines[16]["body"]
+    records, progress = run(llm, tmp_path, lines)
+    assert (progress.ok, progress.failed) == (15, 5)
+    assert [r["custom_id"] for r in records] == [f"id-{i}" for i in range(1, 21)]
+    bad = {i + 1: record for i, record in enumerate(records) if record["response"]["status_code"] != 200}
+    params = {number: record["response"]["body"]["error"]["param"] for number, record in bad.items()}
+    assert params == {3: "prompt", 7: "temperature", 11: "url", 13: "messages", 17: "body"}
+    assert all(f"line {number}: " in message(record) for number, record in bad.items())
+    good = [r["response"]["body"] for r in records if r["response"]["status_code"] == 200]
+    assert {body["choices"][0]["text"] for body in good} == {" Paris."}
+
+
+def test_b02_valid_json_that_is_no_request(llm: LLM, tmp_path: Path) -> None:
+    lines: list[Any] = [
+        b"\xef\xbb\xbf" + json.dumps(line("first")).encode(),  # a byte order mark
+        *(b"[1,2]", b'"x"', b"null", b"5", b"{}"),
+        {"custom_id": "a", "body": "str"},
+        line(7),
+        *(b"", b"   "),
+        b"{broken",
+        json.dumps(line("crlf")).encode() + b"\r",
+        b'{"custom_id": "\xff"}',
+        line("long", prompt="word " * 1_000_000),
+        line("last"),  # no newline after it
+    ]
+    records, progress = run(llm, tmp_path, lines)
+    assert len(records) + 2 == len(lines)
+    good = [record["custom_id"] for record in records if record["response"]["status_code"] == 200]
+    assert good == ["first", "crlf", "last"]
+    assert progress.failed == 10
+    numbers = [int(message(r).split(":")[0].removeprefix("line ")) for r in records if "error" in r["response"]["body"]]
+    assert numbers == [2, 3, 4, 5, 6, 7, 8, 11, 13, 14]
+
+
+def test_s09_a_custom_id_that_comes_again_is_refused_with_both_lines(llm: LLM, tmp_path: Path) -> None:
+    records, _ = run(llm, tmp_path, [line("x"), line("y"), line("x", prompt="Other")])
+    assert status(records) == [200, 200, 400]
+    assert message(records[2]).startswith("line 3: custom_id 'x' is that of line 1")
+    assert records[2]["custom_id"] == "x"
+
+
+BAD_BODIES: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 9000}, "max_tokens"),
+    ({"temprature": 1}, "temprature"),
+    ({"n": 2}, "n"),
+    ({"stream": True}, "stream"),
+    ({"echo": True}, "echo"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"stop": ""}, "stop"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": {"prompt": "a"}}, "prompt"),
+    ({"prompt": [1, [2]]}, "prompt"),
+    ({"prompt": [49152]}, "prompt"),
+    ({"prompt": "a\ud83d"}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"model": "gpt-4"}, "model"),
+    ({"logprobs": 50}, "logprobs"),
+    ({"messages": []}, "messages"),
+]
+
+
+def test_a_bad_field_is_named(llm: LLM, tmp_path: Path) -> None:
+    records, _ = run(llm, tmp_path, [line(f"{i}", **body) for i, (body, _) in enumerate(BAD_BODIES)])
+    assert status(records) == [400] * len(BAD_BODIES)
+    assert [r["response"]["body"]["error"]["param"] for r in records] == [param for _, param in BAD_BODIES]
+    assert "did you mean temperature?" in message(records[2])
+
+
+def test_a_bad_field_of_a_chat_is_named(llm: LLM, tmp_path: Path) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"logprobs": 2}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"prompt": "a"}, "prompt"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+    ]
+    records, _ = run(llm, tmp_path, [chat(f"{i}", **body) for i, (body, _) in enumerate(bad)])
+    assert [r["response"]["body"]["error"]["param"] for r in records] == [param for _, param in bad]
+
+
+def test_null_means_absent(llm: LLM, tmp_path: Path) -> None:
+    names = ("top_p", "seed", "stop", "n", "stream", "logprobs", "logit_bias", "user", "model", "suffix")
+    records, _ = run(llm, tmp_path, [line("a", **dict.fromkeys(names)), line("b", prompt=["The capital of France is"])])
+    assert status(records) == [200, 200]
+
+
+def test_an_answer_has_the_shape_of_openais(llm: LLM, tmp_path: Path) -> None:
+    lines = [line("a", logprobs=2, max_tokens=3), chat("b", logprobs=True, top_logprobs=2), chat("c", logprobs=True)]
+    (first, second, third), _ = run(llm, tmp_path, lines)
+    body = first["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["model"] == "smollm2"
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    choice = body["choices"][0]
+    assert (choice["index"], choice["text"], choice["finish_reason"]) == (0, " Paris.\n", "length")
+    assert choice["logprobs"]["tokens"] == [" Paris", ".", "\n"]
+    assert choice["logprobs"]["text_offset"] == [0, 6, 7]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2, 2, 2]
+    body = second["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    content = body["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == body["choices"][0]["message"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
+    content = third["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [entry["top_logprobs"] for entry in content] == [[], []]
+
+
+def test_a_stop_token_is_counted_and_not_shown(llm: LLM, tmp_path: Path) -> None:
+    (record,), _ = run(llm, tmp_path, [line("a", max_tokens=9, stop_token_ids=[198])])
+    body = record["response"]["body"]
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (" Paris.", "stop")
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_more_lines_than_the_engine_takes_at_once(llm: LLM, tmp_path: Path) -> None:
+    records, progress = run(llm, tmp_path, [line(f"{i}", prompt=[i], max_tokens=1) for i in range(100)])
+    assert status(records) == [200] * 100
+    assert progress.stats.max_running <= 16
+
+
+def test_a_step_that_raises_leaves_what_is_written(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the engine goes on."""
+    honest, calls = llm.engine.executor.result, iter(range(100))
+
+    def result() -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("the worker broke")
+        return honest()
+
+    monkeypatch.setattr(llm.engine.executor, "result", result)
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line(f"{i}", max_tokens=1 + 8 * i)) for i in range(3)))
+    with pytest.raises(RuntimeError, match="broke"):
+        run_job(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert [json.loads(text)["custom_id"] for text in (tmp_path / "out.jsonl").read_text().splitlines()] == ["0"]
+    assert not llm.engine.has_work
+    monkeypatch.undo()
+    llm.engine.executor._step = None  # type: ignore[attr-defined]  # what our own result() never took
+    assert status(run(llm, tmp_path, [line("after")])[0]) == [200]
+
+
+def test_paths_that_cannot_work_are_refused(llm: LLM, tmp_path: Path) -> None:
+    good, out = tmp_path / "good.jsonl", tmp_path / "out.jsonl"
+    good.write_text(json.dumps(line("a")))
+    (tmp_path / "empty.jsonl").write_text("\n  \n")
+    out.write_text("precious")
+    refused = [
+        (tmp_path / "none.jsonl", out, "does not exist"),
+        (tmp_path, out, "is no file"),
+        (tmp_path / "empty.jsonl", tmp_path / "new.jsonl", "has no request"),
+        (good, out, "exists.*--overwrite"),
+        (good, tmp_path / "no" / "out.jsonl", "does not exist"),
+        (good, tmp_path, "is a folder"),
+    ]
+    for source, target, text in refused:
+        with pytest.raises(ConfigError, match=text):
+            run_job(llm, source, target)
+    with pytest.raises(ConfigError, match="is the input"):
+        run_job(llm, good, good, overwrite=True)
+    assert out.read_text() == "precious"
+
+
+def test_the_examples_are_sixty_four_good_requests(llm: LLM) -> None:
+    """Each is accepted by the engine, which does not run them here."""
+    from scheduler import openai
+
+    path = Path(__file__).parents[2] / "examples" / "requests.jsonl"
+    requests = [json.loads(text) for text in path.read_text().splitlines()]
+    assert len({request["custom_id"] for request in requests}) == len(requests) == 64
+    for request in requests:
+        is_chat, body = request["url"] == openai.CHAT, request["body"]
+        params = openai.sampling_params(body, is_chat)
+        _, tokens = llm.tokens(body["messages"] if is_chat else openai.completion_prompt(body), is_chat)
+        llm.engine.resolve("", tokens, params, chat=is_chat)

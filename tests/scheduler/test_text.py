@@ -1,0 +1,190 @@
+"""Text as it comes: whole characters, stop strings, and the same as decoding at once (cases T01 T03 T05 T06 T08)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged import LLM, CheckpointError, RequestError, SamplingParams
+from scheduler.text import TextStream, Tokenizer
+from worker.checkpoints import Checkpoint, resolve
+
+ALPHABET = "Here is the English alphabet: A B C"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Checkpoint) -> Tokenizer:
+    return Tokenizer.from_dir(smollm2.path)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Checkpoint) -> LLM:
+    return LLM("smollm2", dtype="float32", kv_memory="256MiB")
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], **params: Any) -> tuple[list[str], TextStream]:
+    """What each token shows, what the end shows, and the stream."""
+    text, deltas = TextStream(tokenizer, SamplingParams(**params)), []
+    for token in ids:
+        if text.push(token):
+            break
+        deltas.append(text.take_delta())
+    text.finish()
+    return [*deltas, text.take_delta()], text
+
+
+def test_t01_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:
+    assert stream(tokenizer, [10813, 230, 131])[0] == ["", "", "\U0001f336", ""]
+    astronaut = [10813, 235, 119, 321, 231, 10813, 244, 218]
+    deltas, text = stream(tokenizer, astronaut)
+    assert "".join(deltas) == text.text == tokenizer.decode(astronaut)
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+def test_t01_a_character_that_is_cut_is_one_mark_at_the_end(tokenizer: Tokenizer) -> None:
+    assert stream(tokenizer, [10813, 230])[0] == ["", "", "\ufffd"]
+    assert tokenizer.decode([10813, 230]) == "\ufffd"
+
+
+STOPS = [
+    ({"stop": "G H"}, " D E F ", 5),
+    ({"stop": " G H I"}, " D E F", 6),
+    ({"stop": ["H", "G H"]}, " D E F ", 5),
+    ({"stop": "G H", "include_stop_str_in_output": True}, " D E F G H", 5),
+]
+
+
+@pytest.mark.parametrize(("params", "text", "count"), STOPS)
+def test_t03_a_stop_string_across_tokens(llm: LLM, params: dict[str, Any], text: str, count: int) -> None:
+    """Streamed and at once."""
+    wanted = SamplingParams(temperature=0, max_tokens=12, **params)
+    output = llm.generate(ALPHABET, wanted)[0].outputs[0]
+    assert (output.text, output.finish_reason, len(output.token_ids)) == (text, "stop", count)
+    parts = list(llm.stream(ALPHABET, wanted))
+    assert "".join(part.outputs[0].text for part in parts) == text
+    assert [part.outputs[0].finish_reason for part in parts] == [None] * (count - 1) + ["stop"]
+
+
+def test_t03_the_prompt_is_not_searched(llm: LLM) -> None:
+    output = llm.generate(ALPHABET, SamplingParams(temperature=0, max_tokens=12, stop="A B"))[0].outputs[0]
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 12)
+
+
+def test_t05_a_chat_begins_with_one_bos(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}]).tolist()
+    assert ids[0] == 1
+    assert ids[1] != 1
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    assert tokenizer.encode_chat(parts).tolist() == ids
+
+
+def test_t05_a_tokenizer_that_adds_bos_does_not_double_it(tmp_path: Path, smollm2: Checkpoint) -> None:
+    """A template that begins with the BOS, over a tokenizer whose own post-processor adds one."""
+    import json
+
+    content = json.loads((smollm2.path / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    config = {"bos_token": {"content": "<|endoftext|>"}, "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.encode("Hello").tolist() == [0, 19556]
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hello"}]).tolist() == [0, 19556]
+
+
+@pytest.mark.parametrize("ids", [[38699, 905], [216, 905], [2, 38699], [216, 216, 33]])
+def test_t06_spaces_are_kept(tokenizer: Tokenizer, ids: list[int]) -> None:
+    deltas, text = stream(tokenizer, ids)
+    assert "".join(deltas) == text.text == tokenizer.decode(ids)
+    assert stream(tokenizer, [38699, 905])[1].text == " Hello world"
+
+
+def test_t08_an_id_beyond_the_tokenizer_is_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([49160]) == tokenizer.token_text(49160) == ""
+    assert stream(tokenizer, [38699, 49160, 905])[1].text == " Hello world"
+
+
+# Bytes that begin characters, special tokens, spaces and ordinary words, all likely.
+TOKENS = st.one_of(st.integers(0, 300), st.sampled_from([10813, 235, 119, 321, 231, 2, 1]), st.integers(0, 49151))
+
+
+@given(ids=st.lists(TOKENS, max_size=40), skip=st.booleans())
+def test_a_stream_is_decoding_at_once(ids: list[int], skip: bool) -> None:
+    tokenizer = cached_tokenizer()
+    deltas, text = stream(tokenizer, ids, skip_special_tokens=skip)
+    assert "".join(deltas) == text.text == tokenizer.decode(ids, skip)
+
+
+@given(ids=st.lists(st.sampled_from([330, 389, 340, 30, 28, 198, 38699, 905]), max_size=30), data=st.data())
+def test_a_stop_string_ends_the_text_where_it_first_stands(ids: list[int], data: st.DataObject) -> None:
+    tokenizer = cached_tokenizer()
+    whole = tokenizer.decode(ids)
+    start, length = data.draw(st.integers(0, max(len(whole) - 1, 0))), data.draw(st.integers(1, 5))
+    stops = [s for s in (whole[start : start + length], data.draw(st.text("ABC., ", max_size=3))) if s]
+    deltas, text = stream(tokenizer, ids, stop=stops)
+    if text.stop_reason is None:
+        assert "".join(deltas) == text.text == whole
+    else:
+        assert "".join(deltas) == text.text
+        assert whole.startswith(text.text + text.stop_reason)
+        assert not any(stop in text.text for stop in stops)
+    assert (text.stop_reason is not None) == any(stop in whole for stop in stops)
+
+
+def cached_tokenizer() -> Tokenizer:
+    if not _cache:
+        _cache.append(Tokenizer.from_dir(resolve("smollm2").path))
+    return _cache[0]
+
+
+_cache: list[Tokenizer] = []
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], "hi", {}, [1], [{}], [{"role": 1, "content": "a"}], [{"role": "user"}], [{"role": "a", "content": 5}]],
+)
+def test_messages_that_are_none_are_refused(tokenizer: Tokenizer, messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.encode_chat(messages)
+    assert caught.value.param == "messages"
+
+
+def test_what_a_template_refuses_is_an_error_of_the_request(tmp_path: Path, smollm2: Checkpoint) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(smollm2.path / "tokenizer.json")
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer.from_dir(tmp_path).encode_chat(messages)
+    for template in ("{{ raise_exception('roles must alternate') }}", "{% if %}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(RequestError, match="the chat template refuses"):
+            Tokenizer.from_dir(tmp_path).encode_chat(messages)
+
+
+def test_half_a_surrogate_pair_is_no_prompt(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        tokenizer.encode("a\ud83d")
+
+
+def test_the_lower_bound_of_tokens_holds(tokenizer: Tokenizer) -> None:
+    for text in ("", "a", " " * 500, "internationalization " * 30, "\U0001f336" * 20, "=" * 300, "\n" * 77):
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.min_tokens("a" * 5_000_000) > 8192
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is no tokenizer"):
+        Tokenizer.from_dir(tmp_path)

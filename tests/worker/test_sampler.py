@@ -1,0 +1,170 @@
+"""Sampling: a row's token depends on its own logits, parameters, seed and position, and on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import struct
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paged import RequestError, SamplingParams
+from worker.sampler import filtered, logprobs, sample, uniform
+from worker.step import Reset, Row, Step, StepResult
+
+TEMPERATURES = [0.0, 1e-2, 1e-4, 1e-5, 1e-12, 1e-40, 5e-324]
+
+
+def draw(logits: list[float], seed: int, **params: Any) -> int:
+    return sample(torch.tensor([logits]), [SamplingParams(**params)], [uniform(seed, 0, 5)])[0]
+
+
+def test_the_random_number_is_a_hash_of_seed_index_and_position() -> None:
+    for seed, index, position in [(0, 0, 0), (42, 0, 7), (-1, 2, 8191), (2**64 - 1, 1, 1)]:
+        digest = hashlib.blake2b(struct.pack("<QIQ", seed % 2**64, index, position), digest_size=8).digest()
+        expected = (int.from_bytes(digest, "little") >> 11) / 2**53
+        assert uniform(seed, index, position) == expected
+        assert 0 <= expected < 1
+
+
+def test_random_numbers_are_uniform_and_differ() -> None:
+    values = np.array([uniform(seed, index, p) for seed in range(20) for index in range(5) for p in range(100)])
+    assert len(set(values)) == len(values)
+    assert np.abs(np.histogram(values, 10, (0, 1))[0] - 1000).max() < 150
+
+
+def test_n01_a_row_is_the_same_alone_and_beside_any_neighbours() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 200, generator=generator)
+    params = [
+        SamplingParams(temperature=[0.0, 0.8, 1.3, 1e-9][i % 4], top_k=[None, 5, 50][i % 3], top_p=[1.0, 0.7][i % 2])
+        for i in range(16)
+    ]
+    uniforms = [uniform(i, 0, 3) for i in range(16)]
+    together = sample(logits, params, uniforms)
+    alone = [sample(logits[i : i + 1], [params[i]], [uniforms[i]])[0] for i in range(16)]
+    backwards = sample(logits.flip(0), params[::-1], uniforms[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_n03_top_k_keeps_exactly_k_of_equal_logits() -> None:
+    assert {draw([5, 7, 7, 1], seed, top_k=1) for seed in range(1000)} == {1}
+    alone = [draw([3, 3, 3, 1], seed, top_k=2) for seed in range(1000)]
+    assert set(alone) == {0, 1}
+    params = [SamplingParams(top_k=2)] * 16
+    for first in range(0, 992, 16):
+        batch = sample(torch.tensor([[3.0, 3, 3, 1]] * 16), params, [uniform(first + i, 0, 5) for i in range(16)])
+        assert batch == alone[first : first + 16]
+
+
+def test_n03_top_p_and_min_p_of_equal_logits() -> None:
+    equal = torch.full((4,), 2.0)
+    assert filtered(equal, SamplingParams(top_p=0.5)).nonzero().flatten().tolist() == [0, 1]
+    assert filtered(equal, SamplingParams(min_p=1.0)).nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_n04_a_tiny_temperature_is_argmax(dtype: torch.dtype, temperature: float) -> None:
+    """And the ordinary row beside it keeps its own stream."""
+    logits = torch.tensor([[10, 12, 11], [0, 0.5, 0.2]], dtype=dtype)
+    params = [SamplingParams(temperature=temperature), SamplingParams(temperature=1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(100):
+            uniforms = [uniform(seed, 0, 1), uniform(seed, 0, 2)]
+            first, second = sample(logits, params, uniforms)
+            assert first == 1
+            assert second == sample(logits[1:], params[1:], uniforms[1:])[0]
+            assert math.isfinite(logprobs(logits, [first, second], [0, None])[0].logprob)  # type: ignore[union-attr]
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[1.0, 0.0, 2.0, -1.0, 0.5]])
+    expected = (logits[0] / 0.7).softmax(-1).double().numpy() * 20_000
+    params = [SamplingParams(temperature=0.7)]
+    drawn = [sample(logits, params, [uniform(1, 0, i)])[0] for i in range(20_000)]
+    counts = np.bincount(drawn, minlength=5)
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # chi-square, 4 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.7, None, 1.0, 0.0), (1.3, 7, 1.0, 0.0), (1.0, None, 0.6, 0.0), (0.9, None, 1.0, 0.1), (1.2, 40, 0.8, 0.05)],
+)
+def test_filters_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float, min_p: float) -> None:
+    from transformers.generation import logits_process as theirs
+
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(3)).double() * 3
+    warped = theirs.TemperatureLogitsWarper(temperature)(None, logits[None])
+    if top_k is not None:
+        warped = theirs.TopKLogitsWarper(top_k)(None, warped)
+    if top_p < 1:
+        warped = theirs.TopPLogitsWarper(top_p)(None, warped)
+    if min_p > 0:
+        warped = theirs.MinPLogitsWarper(min_p)(None, warped)
+    ours = filtered(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    assert torch.equal(ours > 0, warped[0].softmax(-1) > 0)
+    assert torch.allclose(ours / ours.sum(), warped[0].softmax(-1), atol=1e-12)
+
+
+def test_a_token_without_weight_is_never_drawn() -> None:
+    logits = torch.tensor([[float("-inf"), 1.0, float("-inf"), 0.0, float("-inf")]])
+    for value in (0.0, 0.5, 1 - 2**-53):
+        assert sample(logits, [SamplingParams()], [value])[0] in {1, 3}
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(4))
+    first, second = logprobs(logits, [3, 9], [2, None])
+    values = logits[0].log_softmax(-1)
+    assert second is None
+    assert first is not None
+    assert first.logprob == pytest.approx(float(values[3]), abs=1e-6)
+    assert first.rank == 1 + int((values > values[3]).sum())
+    assert list(first.top_ids) == values.topk(2).indices.tolist()
+
+
+BAD: dict[str, list[Any]] = {
+    "temperature": [-1, math.nan, math.inf, "hot", None, True],
+    "top_p": [0, -0.1, 1.1, math.nan],
+    "min_p": [-0.1, 1.1, "a"],
+    "top_k": [-2, 1.5, "a", True],
+    "seed": [1.5, "a", 2**64],
+    "max_tokens": [-1, 1.5, "a", True, 2**40],
+    "logprobs": [-1, 21, 1.5],
+    "stop": ["", ["a", ""], [1], 5, ["x"] * 17],
+    "stop_token_ids": [["a"], "a", [True], 1.5],
+    "ignore_eos": [1, None, "yes"],
+    "skip_special_tokens": [0],
+    "include_stop_str_in_output": ["no"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_parameter_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_absent_is_none() -> None:
+    assert SamplingParams(top_k=-1).top_k is SamplingParams(top_k=0).top_k is None
+    assert SamplingParams(stop="a").stop_strings == ("a",)
+    assert SamplingParams(stop=None, stop_token_ids=None).stop_strings == ()
+
+
+def test_messages_survive_pickling() -> None:
+    reset = Reset(np.arange(3, dtype=np.int32), (1,), 0, SamplingParams(stop=["a"], seed=3), 3, 0)
+    step = Step(4, (Row(1, 3, reset=reset), Row(2, 1, (5,))), finished=(7,))
+    again = pickle.loads(pickle.dumps(step))
+    assert again.rows[1] == step.rows[1]
+    assert again.rows[0].reset.params == reset.params
+    assert again.rows[0].reset.tokens.tolist() == [0, 1, 2]
+    result = StepResult(4, (1,), (9,))
+    assert pickle.loads(pickle.dumps(result)) == result
