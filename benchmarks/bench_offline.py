@@ -4,8 +4,8 @@
 
 Workload: the first 16 requests of W1 (workloads/workload_smollm2.json: greedy, ignore_eos), at most 32 tokens each, on
 SmolLM2-135M-Instruct in float32, the same weights on both sides. transformers answers them one after another, with its
-own cache; paged all at once. Each side runs once to warm up, then they take turns; the ratio is that of the medians. The
-tokens of both sides are compared, and any difference fails the run.
+own cache; paged all at once. Each side runs once to warm up, then they take turns; the ratio is that of the medians.
+The tokens of both sides are compared, and any difference fails the run.
 """
 
 from __future__ import annotations
