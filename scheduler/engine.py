@@ -118,17 +118,17 @@ class Engine:
 
         If the worker raises, so does this: the step counts for nothing, every request goes on with the next one.
         """
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
         try:
+            step = self.scheduler.schedule()
+            if step is None:
+                return []
             self.executor.submit(step)
-            result = self.executor.result()
-        except BaseException:
+            changed = self.scheduler.update(self.executor.result())
+        except BaseException:  # Ctrl-C may strike anywhere in here, not only in the worker
             self.scheduler.fail()
             raise
         outputs = []
-        for sequence in self.scheduler.update(result):
+        for sequence in changed:
             if sequence.finish_reason is not None or sequence.seq_id in self._streams:
                 outputs.append(self._output(sequence))
         return outputs

@@ -123,10 +123,10 @@ class Scheduler:
         return changed
 
     def fail(self) -> None:
-        """The step under way raised. What it would have computed is given up; every running sequence recomputes."""
+        """A step raised. What it would have computed is given up; every running sequence recomputes."""
         step, self._under_way = self._under_way, None
-        assert step is not None, "no step is under way"
-        self.manager.confirm_moves(step.moves)
+        if step is not None:  # else schedule() or update() itself raised: what the worker knows is not known here
+            self.manager.confirm_moves(step.moves)
         for sequence in tuple(self.running):
             self._preempt(sequence)
         self._restart = True

@@ -16,7 +16,7 @@ class Executor(Protocol):
         """Pages of the pool, the null page counted; of several workers the least."""
 
     def submit(self, step: Step) -> None:
-        """Begin a step. At most one may be under way."""
+        """Begin a step. At most one may be under way; a restart takes the place of one that was given up."""
 
     def result(self) -> StepResult:
         """Wait for the step under way. Raises whatever the worker raised."""
@@ -38,7 +38,7 @@ class LocalExecutor:
         return self._runner.pool.num_pages
 
     def submit(self, step: Step) -> None:
-        assert self._step is None, "a step is under way"
+        assert self._step is None or step.restart, "a step is under way"
         self._step = step
 
     def result(self) -> StepResult:

@@ -1,8 +1,7 @@
-"""Engine: what goes in and what comes out, streams, seeds, refusals, and a worker that raises."""
+"""Engine: what goes in and what comes out, streams, seeds, refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from tokenizers.models import WordLevel
 from paged import RequestError, RequestOutput, SamplingParams
 from scheduler.engine import Engine
 from scheduler.text import Tokenizer
-from worker.step import Step, StepResult
+from worker.step import StepResult
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -75,9 +74,7 @@ def test_without_a_stream_only_ends_are_given() -> None:
 
 
 def test_an_engine_without_work_gives_nothing() -> None:
-    engine, fake = fake_engine(16, 4)
-    assert engine.step() == []
-    assert fake.steps == []
+    assert fake_engine(16, 4)[0].step() == []
 
 
 def test_text_is_that_of_the_tokens(words: Tokenizer) -> None:
@@ -182,7 +179,8 @@ def test_a_streaming_id_can_be_used_again_without_a_stream() -> None:
     engine, _ = fake_engine(16, 4)
     engine.add("x", PROMPT, greedy(2), stream=True)
     run(engine)
-    (output,) = (engine.add("x", PROMPT, greedy(3)), run(engine))[1]
+    engine.add("x", PROMPT, greedy(3))
+    (output,) = run(engine)
     assert tokens(output) == solo(PROMPT, 3)
     assert engine._streams == {}
 
@@ -282,95 +280,15 @@ def test_n02_a_seeded_request_is_the_same_alone_beside_others_and_preempted() ->
     alone = tokens(final(fake_engine(16, 4)[0], params=params))
     assert alone == solo(PROMPT, 16, params=params, seed=42)
     for neighbour in (SamplingParams(max_tokens=16), SamplingParams(seed=42, max_tokens=3)):
-        for first in (True, False):
+        for names in (("r", "other"), ("other", "r")):
             engine, _ = fake_engine(30, 4)
-            for name in ("r", "other") if first else ("other", "r"):
+            for name in names:
                 engine.add(name, PROMPT if name == "r" else [1, 2], params if name == "r" else neighbour)
             for _ in range(6):
                 engine.step()
             for sequence in [s for s in engine.scheduler.running if s.request.request_id == "r"]:
                 engine.scheduler._preempt(sequence)
             assert {o.request_id: tokens(o) for o in run(engine)}["r"] == alone
-
-
-# A worker that raises
-
-
-class FailsToSubmit(FakeExecutor):
-    """Raises in submit() at step 2."""
-
-    def submit(self, step: Step) -> None:
-        if step.number == 2:
-            raise ConnectionError("no worker")
-        super().submit(step)
-
-
-def answers_in_spite_of(error: type[BaseException], fake: FakeExecutor) -> tuple[Engine, dict[str, list[int]], int]:
-    engine, _ = fake_engine(16, 4, executor=fake)
-    for i in range(3):
-        engine.add(f"r{i}", [*PROMPT, i], greedy(8))
-    found: dict[str, list[int]] = {}
-    raised = 0
-    while engine.has_work:
-        try:
-            found |= {output.request_id: tokens(output) for output in engine.step()}
-        except error:
-            raised += 1
-            assert engine.scheduler.manager.num_used == 0
-        engine.scheduler.check()
-    return engine, found, raised
-
-
-@pytest.mark.parametrize("make", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_step_that_raises_is_raised_and_every_request_goes_on(make: Callable[[], BaseException], at: int) -> None:
-    error = make()
-    fake = FakeExecutor(17, 4, raise_at={at: error, at + 1: error, at + 3: error})
-    engine, found, raised = answers_in_spite_of(type(error), fake)
-    assert raised == 3
-    assert found == {f"r{i}": solo([*PROMPT, i], 8) for i in range(3)}
-    assert idle(engine.scheduler.manager)
-
-
-def test_a_step_that_cannot_be_submitted_is_raised_and_every_request_goes_on() -> None:
-    engine, found, raised = answers_in_spite_of(ConnectionError, FailsToSubmit(17, 4))
-    assert raised == 1
-    assert found == {f"r{i}": solo([*PROMPT, i], 8) for i in range(3)}
-    assert idle(engine.scheduler.manager)
-
-
-def test_the_step_after_one_that_raised_is_a_restart_with_whole_rows() -> None:
-    fake = FakeExecutor(17, 4, raise_at={2: RuntimeError()})
-    answers_in_spite_of(RuntimeError, fake)
-    assert [step.restart for step in fake.steps] == [True, False, False, True] + [False] * (len(fake.steps) - 4)
-    assert all(row.reset is not None for row in fake.steps[3].rows)
-    assert fake.steps[3].finished == ()
-
-
-def test_what_was_computed_before_a_failure_is_found_again() -> None:
-    """Full pages of steps that went well stay in the prefix cache; those of the failed step do not."""
-    fake = FakeExecutor(17, 4, raise_at={1: RuntimeError()})
-    engine, _ = fake_engine(16, 4, budget=8, executor=fake)
-    engine.add("r", [*PROMPT] * 4, greedy(1))
-    engine.step()
-    with pytest.raises(RuntimeError):
-        engine.step()
-    (output,) = run(engine)
-    reset = fake.steps[2].rows[0].reset
-    assert reset is not None
-    assert reset.num_computed == 8
-    assert tokens(output) == solo([*PROMPT] * 4, 1)
-
-
-def test_a_request_may_be_aborted_after_a_failure() -> None:
-    engine, _ = fake_engine(16, 4, executor=FakeExecutor(17, 4, raise_at={1: RuntimeError()}))
-    engine.add("r", PROMPT, greedy())
-    engine.add("s", PROMPT, greedy())
-    engine.step()
-    with pytest.raises(RuntimeError):
-        engine.step()
-    assert engine.abort("r") is not None
-    assert [tokens(output) for output in run(engine)] == [solo(PROMPT, 6)]
 
 
 # Stop tokens

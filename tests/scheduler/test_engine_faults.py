@@ -1,0 +1,164 @@
+"""Engine: a step that raises, wherever it does, is raised; every request goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from fakes import FakeExecutor, fake_engine, idle, solo
+
+from paged import RequestOutput, SamplingParams
+from scheduler.engine import Engine
+from scheduler.request import Sequence
+from scheduler.scheduler import Scheduler
+from worker.executor import LocalExecutor
+from worker.runner import ModelRunner
+from worker.step import Step, StepResult
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def greedy(max_tokens: int = 6) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+def run(engine: Engine) -> list[RequestOutput]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        engine.scheduler.check()
+    assert idle(engine.scheduler.manager)
+    return outputs
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+class FailsToSubmit(FakeExecutor):
+    """Raises in submit() at step 2."""
+
+    def submit(self, step: Step) -> None:
+        if step.number == 2:
+            raise ConnectionError("no worker")
+        super().submit(step)
+
+
+def answers_in_spite_of(error: type[BaseException], fake: FakeExecutor) -> tuple[Engine, dict[str, list[int]], int]:
+    engine, _ = fake_engine(16, 4, executor=fake)
+    for i in range(3):
+        engine.add(f"r{i}", [*PROMPT, i], greedy(8))
+    found: dict[str, list[int]] = {}
+    raised = 0
+    while engine.has_work:
+        try:
+            found |= {output.request_id: tokens(output) for output in engine.step()}
+        except error:
+            raised += 1
+            assert engine.scheduler.manager.num_used == 0
+        engine.scheduler.check()
+    return engine, found, raised
+
+
+@pytest.mark.parametrize("make", [RuntimeError, MemoryError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_step_that_raises_is_raised_and_every_request_goes_on(make: Callable[[], BaseException], at: int) -> None:
+    error = make()
+    fake = FakeExecutor(17, 4, raise_at={at: error, at + 1: error, at + 3: error})
+    engine, found, raised = answers_in_spite_of(type(error), fake)
+    assert raised == 3
+    assert found == {f"r{i}": solo([*PROMPT, i], 8) for i in range(3)}
+    assert idle(engine.scheduler.manager)
+
+
+def test_a_step_that_cannot_be_submitted_is_raised_and_every_request_goes_on() -> None:
+    engine, found, raised = answers_in_spite_of(ConnectionError, FailsToSubmit(17, 4))
+    assert raised == 1
+    assert found == {f"r{i}": solo([*PROMPT, i], 8) for i in range(3)}
+    assert idle(engine.scheduler.manager)
+
+
+def test_the_step_after_one_that_raised_is_a_restart_with_whole_rows() -> None:
+    fake = FakeExecutor(17, 4, raise_at={2: RuntimeError()})
+    answers_in_spite_of(RuntimeError, fake)
+    assert [step.restart for step in fake.steps] == [True, False, False, True] + [False] * (len(fake.steps) - 4)
+    assert all(row.reset is not None for row in fake.steps[3].rows)
+    assert fake.steps[3].finished == ()
+
+
+def test_what_was_computed_before_a_failure_is_found_again() -> None:
+    """Full pages of steps that went well stay in the prefix cache; those of the failed step do not."""
+    fake = FakeExecutor(17, 4, raise_at={1: RuntimeError()})
+    engine, _ = fake_engine(16, 4, budget=8, executor=fake)
+    engine.add("r", [*PROMPT] * 4, greedy(1))
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine.step()
+    (output,) = run(engine)
+    reset = fake.steps[2].rows[0].reset
+    assert reset is not None
+    assert reset.num_computed == 8
+    assert tokens(output) == solo([*PROMPT] * 4, 1)
+
+
+def test_a_request_may_be_aborted_after_a_failure() -> None:
+    engine, _ = fake_engine(16, 4, executor=FakeExecutor(17, 4, raise_at={1: RuntimeError()}))
+    engine.add("r", PROMPT, greedy())
+    engine.add("s", PROMPT, greedy())
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert engine.abort("r") is not None
+    assert [tokens(output) for output in run(engine)] == [solo(PROMPT, 6)]
+
+
+def raises_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """The method raises KeyboardInterrupt on its call number `at`, before it does anything."""
+    honest, calls = getattr(owner, name), iter(range(1_000_000))
+
+    def method(*args: Any) -> Any:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return honest(*args)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize("at", [0, 4, 7])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Scheduler, "_waste"),  # the step is made, and not yet handed over
+        (FakeExecutor, "result"),  # it is handed over, and not yet run
+        (Scheduler, "update"),  # the worker has run it
+        (Scheduler, "_computed"),  # some of it is taken in
+        (Sequence, "append"),
+    ],
+)
+def test_ctrl_c_in_any_part_of_a_step_changes_no_answer(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
+) -> None:
+    raises_once(monkeypatch, owner, name, at)
+    engine, found, raised = answers_in_spite_of(KeyboardInterrupt, FakeExecutor(17, 4))
+    assert raised == 1
+    assert found == {f"r{i}": solo([*PROMPT, i], 8) for i in range(3)}
+    assert idle(engine.scheduler.manager)
+
+
+class Echo:
+    """A runner that answers with the number of the step."""
+
+    def execute(self, step: Step) -> StepResult:
+        return StepResult(step.number, (), ())
+
+
+def test_a_restart_takes_the_place_of_a_step_that_was_given_up() -> None:
+    executor = LocalExecutor(cast("ModelRunner", Echo()))
+    executor.submit(Step(0, ()))
+    with pytest.raises(AssertionError, match="a step is under way"):
+        executor.submit(Step(1, ()))
+    executor.submit(Step(1, (), restart=True))
+    assert executor.result().number == 1
+    with pytest.raises(AssertionError, match="no step is under way"):
+        executor.result()
