@@ -39,11 +39,14 @@ class OutOfPages(PagedError):
     """Not enough free pages. Nothing was changed."""
 
     def __init__(self, wanted: int, available: int, total: int) -> None:
-        super().__init__(
-            f"{wanted} pages wanted, {available} available of {total}: "
+        super().__init__(wanted, available, total)  # as they came, so that it can be pickled
+        self.wanted, self.available, self.total = wanted, available, total
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wanted} pages wanted, {self.available} available of {self.total}: "
             "free a sequence first, or raise kv_memory"
         )
-        self.wanted, self.available, self.total = wanted, available, total
 
 
 class PageStateError(PagedError):

@@ -34,24 +34,26 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise RequestError(f"unknown field {name!r}" + (f": did you mean {near[0]}?" if near else ""), name)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise RequestError(f"unknown field {name[:80]!r}{hint}", name[:80])
         if name in fixed and value != fixed[name]:
             raise RequestError(f"{name} {value!r:.80} is not supported, only {fixed[name]!r}", name)
     values = {name: given[name] for name in _SAMPLING if name in given}
     if chat:
-        limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if _is_int(given, name)}
-        if len(limits) > 1:
-            raise RequestError("max_tokens and max_completion_tokens differ: give one", "max_completion_tokens")
         if "max_completion_tokens" in given:
-            values["max_tokens"] = given["max_completion_tokens"]
+            limit = given["max_completion_tokens"]
+            if values.setdefault("max_tokens", limit) != limit:
+                raise RequestError("max_tokens and max_completion_tokens differ: give one", "max_completion_tokens")
         values["logprobs"] = _chat_logprobs(given)
     elif "logprobs" in given:
         values["logprobs"] = given["logprobs"]
-    return SamplingParams(**values)
-
-
-def _is_int(given: Mapping[str, Any], name: str) -> bool:
-    return isinstance(given.get(name), int)
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        theirs = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}.get(error.param or "")
+        if error.param is None or theirs is None or theirs not in given:
+            raise
+        raise RequestError(theirs + str(error).removeprefix(error.param), theirs) from None
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
@@ -90,7 +92,7 @@ def answer_body(
         choice["logprobs"] = _logprobs_of_chat(completion, params.logprobs)
     else:
         choice["text"] = completion.text
-        choice["logprobs"] = _logprobs_of_completion(completion, tokenizer)
+        choice["logprobs"] = _logprobs_of_completion(completion, params, tokenizer)
     prompt_tokens, output_tokens = len(output.prompt_token_ids), len(completion.token_ids)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{output.request_id}",
@@ -107,12 +109,14 @@ def answer_body(
     }
 
 
-def _logprobs_of_completion(completion: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any] | None:
+def _logprobs_of_completion(
+    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
     entries = list(zip(completion.token_ids, completion.logprobs, strict=True))
     # Where each token begins in the text of all of them; what ended the sequence lies behind what is shown.
-    stream, offsets = TextStream(tokenizer, SamplingParams()), []
+    stream, offsets = TextStream(tokenizer, SamplingParams(skip_special_tokens=params.skip_special_tokens)), []
     for token in completion.token_ids:
         offsets.append(len(stream.text))
         stream.push(token)

@@ -49,7 +49,9 @@ class Scheduler:
     def add(self, request: Request, text: TextSink | None = None) -> Sequence:
         """Queue a request. Raises RequestError if its id is in use."""
         if request.request_id in self._live:
-            raise RequestError(f"request id {request.request_id!r} is in use: wait for its end, or take another")
+            raise RequestError(
+                f"request id {request.request_id!r} is in use: wait for its end, or take another", "request_id"
+            )
         sequence = Sequence(self._next_seq_id, request, text)
         self._next_seq_id += 1
         self._live[request.request_id] = self._by_id[sequence.seq_id] = sequence

@@ -30,6 +30,9 @@ class Tokenizer:
         self._chat_template = chat_template
         self._special = special  # bos_token and its like, which templates use by name
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        tokenizer.no_truncation()  # a file may ask for them, for the training that it comes from
+        tokenizer.no_padding()
 
     @classmethod
     def from_dir(cls, path: Path) -> Tokenizer:
@@ -42,8 +45,13 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001  the library raises plain Exception for what it cannot read
             raise CheckpointError(f"{file} is no tokenizer: {error}") from None
         config_file, template_file = path / "tokenizer_config.json", path / "chat_template.jinja"
-        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        try:
+            config = dict(json.loads(config_file.read_bytes())) if config_file.is_file() else {}
+            template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
+            if isinstance(template, list):  # several, by name
+                template = {one["name"]: one["template"] for one in template}.get("default")
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"the tokenizer's settings in {path} cannot be read: {error}") from None
         special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
@@ -86,14 +94,13 @@ class Tokenizer:
     def _render(self, messages: list[dict[str, str]]) -> str:
         if self._chat_template is None:
             raise RequestError("this model has no chat template: give a prompt, not messages", "messages")
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template  # 2 s, only for chats
 
         try:
             rendered, _ = render_jinja_template(
                 [messages], chat_template=self._chat_template, add_generation_prompt=True, **self._special
             )
-        except TemplateError as error:
+        except Exception as error:  # noqa: BLE001  a template is a program, of the checkpoint's author
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from None
         return str(rendered[0])
 
@@ -123,19 +130,21 @@ class TextStream:
     """The text of one sequence while its tokens come.
 
     Tokens are decoded in a window: from the group shown last to the newest. A group is shown once its text no longer
-    ends in U+FFFD, which is what a character's first bytes decode to; `finish` shows what is left. So the deltas
-    together are what decoding all ids at once gives.
+    ends in U+FFFD, which is what a character's first bytes decode to; what stands before the U+FFFD is shown at once,
+    and `finish` shows what is left. So the deltas together are what decoding all ids at once gives.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
+        self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._stops = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
         self._longest_stop = max(map(len, self._stops), default=0)
         self._ids: list[int] = []
         # ids[before:read] were shown last; they are decoded again, for what a decoder does at a text's beginning.
         self._before = self._read = 0
+        self._ahead = 0  # characters after ids[:read] that are in `text` too
         self._taken = 0  # characters of `text` that were given out
         self._ended = False
         self.text = ""  # everything decoded so far
@@ -143,18 +152,22 @@ class TextStream:
 
     def push(self, token_id: int) -> bool:
         """Take the next token. True when a stop string is complete: the text ends there, and no more may be pushed."""
+        if token_id in self._hidden:
+            return False
         self._ids.append(token_id)
         shown, text = self._window()
-        if text.endswith(_REPLACEMENT) or len(text) <= len(shown):
-            return False
-        self._before, self._read = self._read, len(self._ids)
-        return self._append(text[len(shown) :])
+        whole = text.rstrip(_REPLACEMENT)
+        new = whole[len(shown) + self._ahead :]
+        self._ahead += len(new)
+        if whole == text and len(text) > len(shown):
+            self._before, self._read, self._ahead = self._read, len(self._ids), 0
+        return self._append(new) if new else False
 
     def finish(self) -> None:
         """No more tokens: show what is held back."""
         if not self._ended and self._read < len(self._ids):
             shown, text = self._window()
-            self.text += text[len(shown) :]
+            self.text += text[len(shown) + self._ahead :]
         self._ended = True
 
     def take_delta(self) -> str:

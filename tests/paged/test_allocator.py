@@ -222,3 +222,12 @@ def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
 def test_check_compares_the_counts_with_the_references_it_is_given(references: list[int]) -> None:
     with pytest.raises(InvariantError, match=r"^P1: page"):
         pool().check(references)
+
+
+def test_out_of_pages_survives_pickling() -> None:
+    """With its numbers and its message: it may come from another process."""
+    import pickle
+
+    error = pickle.loads(pickle.dumps(OutOfPages(3, 2, 8)))
+    assert (error.wanted, error.available, error.total) == (3, 2, 8)
+    assert str(error).startswith("3 pages wanted, 2 available of 8")

@@ -329,7 +329,7 @@ def random_load(seed: int) -> None:
             assert tokens(output) == expected[: len(tokens(output))]
             assert len(tokens(output)) == number or output.outputs[0].finish_reason == "abort"
 
-    for turn in range(400):
+    for turn in range(2000):
         if turn < 40 and rng.random() < 0.6:
             ids = rng.choice(prefixes)[: rng.randint(0, 20)] + [rng.randrange(900) for _ in range(rng.randint(1, 9))]
             number, name = rng.randint(0, 12), f"r{turn}"
