@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from scheduler.jobs import JobProgress
 
 SOME_FAILED = 3  # exit code of a job that finished, with lines that were refused
+STOPPED = 130  # exit code after Ctrl-C, as in a shell
 # Newer typers bring their own copy of click: its base of all usage errors is found through what typer shows of them.
 ClickException: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 app = typer.Typer(
@@ -231,9 +232,12 @@ def run(arguments: list[str]) -> int:
         return _fail(error.format_message())  # type: ignore[attr-defined]  # all click errors have it
     except PagedError as error:
         return _fail(str(error))
+    except OSError as error:  # a file that may not be read, a full disk
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (KeyboardInterrupt, typer.Abort):
+        result = STOPPED
+    if result == STOPPED:  # which newer typers make of Ctrl-C themselves
         print("paged: stopped", file=sys.stderr)
-        return 130
     return result if isinstance(result, int) else 0
 
 

@@ -7,6 +7,7 @@ that cannot be answered costs one error record and nobody else anything; only bl
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ def check_paths(input_path: Path, output_path: Path, overwrite: bool) -> int:
             raise ConfigError(f"output {output_path} is the input: name another file")
         if not overwrite:
             raise ConfigError(f"output {output_path} exists: name another file, or give --overwrite")
+    if not os.access(input_path, os.R_OK):
+        raise ConfigError(f"input {input_path} may not be read by this user")
+    if not os.access(output_path if output_path.exists() else output_path.parent, os.W_OK):
+        raise ConfigError(f"output {output_path} may not be written by this user: name another place")
     with input_path.open("rb") as lines:
         number = sum(1 for _ in _filled(lines))
     if number == 0:

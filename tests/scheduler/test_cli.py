@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paged import ConfigError, __version__
+from scheduler import cli, jobs
 from scheduler.config import EngineConfig, parse_memory
 from worker.checkpoints import Checkpoint
 
@@ -130,6 +133,28 @@ def test_a_reader_that_goes_away_ends_us_without_a_word(smollm2: Checkpoint) -> 
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 1
+
+
+def test_ctrl_c_is_one_line(smollm2: Checkpoint) -> None:
+    code = "from scheduler.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", "Hello", "--max-tokens", "4000", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)  # it has begun to answer
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"paged: stopped\n")
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_paths(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
+
+    monkeypatch.setattr(jobs, "check_paths", check_paths)
+    assert cli.run(["batch", "in.jsonl", "-o", "out.jsonl"]) == 2
+    assert capsys.readouterr().err == "paged: error: out.jsonl: No space left on device\n"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paged import LLM, ConfigError
-from scheduler.jobs import JobProgress, run_job
+from paged import LLM, ConfigError, SamplingParams
+from scheduler import openai
+from scheduler.jobs import JobProgress, check_paths, run_job
+from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from worker.checkpoints import Checkpoint
 
 Records = list[dict[str, Any]]
@@ -135,11 +138,18 @@ def test_a_bad_field_of_a_chat_is_named(llm: LLM, tmp_path: Path) -> None:
         ({"logprobs": 2}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": "4", "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        ({"x" * 100_000: 1}, "x" * 80),
         ({"prompt": "a"}, "prompt"),
         ({"messages": [{"role": "user"}]}, "messages"),
     ]
     records, _ = run(llm, tmp_path, [chat(f"{i}", **body) for i, (body, _) in enumerate(bad)])
     assert [r["response"]["body"]["error"]["param"] for r in records] == [param for _, param in bad]
+    assert all(param in message(record) for record, (_, param) in zip(records, bad, strict=True))
+    assert max(len(message(record)) for record in records) < 300
 
 
 def test_null_means_absent(llm: LLM, tmp_path: Path) -> None:
@@ -173,6 +183,19 @@ def test_an_answer_has_the_shape_of_openais(llm: LLM, tmp_path: Path) -> None:
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
     content = third["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], []]
+
+
+@pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 6, 6]), (False, [0, 6, 16])])
+def test_offsets_are_those_in_the_text_that_is_shown(llm: LLM, skip: bool, offsets: list[int]) -> None:
+    """A special token has its length where it is shown, and none where it is left out."""
+    ids = [38699, 2, 905]  # " Hello", "<|im_end|>", " world"
+    logprobs = [{token: Logprob(-1.0, 1, llm.tokenizer.token_text(token))} for token in ids]
+    completion = CompletionOutput(0, llm.tokenizer.decode(ids, skip), ids, logprobs, -3.0, "length")
+    output = RequestOutput("a", None, [1], [completion], finished=True)
+    params = SamplingParams(logprobs=0, skip_special_tokens=skip)
+    choice = openai.answer_body(output, params, chat=False, model="m", tokenizer=llm.tokenizer)["choices"][0]
+    assert choice["logprobs"]["text_offset"] == offsets
+    assert choice["text"].startswith(" world", offsets[-1])
 
 
 def test_a_stop_token_is_counted_and_not_shown(llm: LLM, tmp_path: Path) -> None:
@@ -229,10 +252,18 @@ def test_paths_that_cannot_work_are_refused(llm: LLM, tmp_path: Path) -> None:
     assert out.read_text() == "precious"
 
 
+@pytest.mark.parametrize(("denied", "text"), [(os.R_OK, "may not be read"), (os.W_OK, "may not be written")])
+def test_files_that_may_not_be_used_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: int, text: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(line("a")))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != denied)  # root, as in CI, may do everything
+    with pytest.raises(ConfigError, match=text):
+        check_paths(tmp_path / "in.jsonl", tmp_path / "out.jsonl", overwrite=False)
+
+
 def test_the_examples_are_sixty_four_good_requests(llm: LLM) -> None:
     """Each is accepted by the engine, which does not run them here."""
-    from scheduler import openai
-
     path = Path(__file__).parents[2] / "examples" / "requests.jsonl"
     requests = [json.loads(text) for text in path.read_text().splitlines()]
     assert len({request["custom_id"] for request in requests}) == len(requests) == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,6 @@ def test_t05_a_chat_begins_with_one_bos(tokenizer: Tokenizer) -> None:
 
 def test_t05_a_tokenizer_that_adds_bos_does_not_double_it(tmp_path: Path, smollm2: Checkpoint) -> None:
     """A template that begins with the BOS, over a tokenizer whose own post-processor adds one."""
-    import json
-
     content = json.loads((smollm2.path / "tokenizer.json").read_text())
     content["post_processor"] = {
         "type": "TemplateProcessing",
@@ -125,20 +124,33 @@ def test_a_stream_is_decoding_at_once(ids: list[int], skip: bool) -> None:
     assert "".join(deltas) == text.text == tokenizer.decode(ids, skip)
 
 
-@given(ids=st.lists(st.sampled_from([330, 389, 340, 30, 28, 198, 38699, 905]), max_size=30), data=st.data())
-def test_a_stop_string_ends_the_text_where_it_first_stands(ids: list[int], data: st.DataObject) -> None:
+# Few words, so that stop strings come again; 459 is a space and the first bytes of a character.
+WORDS = st.sampled_from([330, 389, 340, 30, 28, 198, 38699, 905, 459])
+
+
+@given(ids=st.lists(WORDS | TOKENS, max_size=30), include=st.booleans(), data=st.data())
+def test_a_stop_string_ends_the_text_where_it_first_stands(
+    ids: list[int], include: bool, data: st.DataObject
+) -> None:
     tokenizer = cached_tokenizer()
     whole = tokenizer.decode(ids)
     start, length = data.draw(st.integers(0, max(len(whole) - 1, 0))), data.draw(st.integers(1, 5))
-    stops = [s for s in (whole[start : start + length], data.draw(st.text("ABC., ", max_size=3))) if s]
-    deltas, text = stream(tokenizer, ids, stop=stops)
-    if text.stop_reason is None:
-        assert "".join(deltas) == text.text == whole
-    else:
-        assert "".join(deltas) == text.text
-        assert whole.startswith(text.text + text.stop_reason)
-        assert not any(stop in text.text for stop in stops)
-    assert (text.stop_reason is not None) == any(stop in whole for stop in stops)
+    drawn = (whole[start : start + length], data.draw(st.text("ABC., ", max_size=3)))
+    stops = [stop for stop in drawn if stop and "\ufffd" not in stop]
+    deltas, text = stream(tokenizer, ids, stop=stops, include_stop_str_in_output=include)
+    expected, reason = cut(tokenizer, ids, stops)
+    assert text.stop_reason == reason
+    assert "".join(deltas) == text.text == expected + (reason if include and reason else "")
+
+
+def cut(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple[str, str | None]:
+    """The text before the first stop string, and that, by decoding all ids again after each."""
+    for n in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:n]).rstrip("\ufffd")  # which may be the beginning of a character
+        if found := [(text.find(stop), stop) for stop in stops if stop in text]:
+            at, stop = min(found)
+            return text[:at], stop
+    return tokenizer.decode(ids), None
 
 
 def cached_tokenizer() -> Tokenizer:
@@ -165,7 +177,7 @@ def test_what_a_template_refuses_is_an_error_of_the_request(tmp_path: Path, smol
     messages = [{"role": "user", "content": "Hi"}]
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer.from_dir(tmp_path).encode_chat(messages)
-    for template in ("{{ raise_exception('roles must alternate') }}", "{% if %}"):
+    for template in ("{{ raise_exception('roles must alternate') }}", "{% if %}", "{{ messages[0].content + 1 }}"):
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(RequestError, match="the chat template refuses"):
             Tokenizer.from_dir(tmp_path).encode_chat(messages)
@@ -188,3 +200,31 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is no tokenizer"):
         Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("settings", ["{broken", "5", '{"chat_template": [{"name": "default"}]}'])
+def test_settings_of_a_tokenizer_that_cannot_be_read_are_an_error(
+    tmp_path: Path, smollm2: Checkpoint, settings: str
+) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(smollm2.path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path, smollm2: Checkpoint) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(smollm2.path / "tokenizer.json")
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.from_dir(tmp_path).encode_chat([{"role": "user", "content": "Hello"}]).tolist() == [19556]
+
+
+def test_a_prompt_is_neither_cut_nor_padded(tmp_path: Path, smollm2: Checkpoint) -> None:
+    """Whatever the tokenizer was saved with: fine-tuned checkpoints often are cut at their training length."""
+    content = json.loads((smollm2.path / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None}
+    content["padding"] = padding | {"pad_id": 2, "pad_type_id": 0, "pad_token": "<|im_end|>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert [len(tokenizer.encode(text)) for text in ("a b", "a b c d e f")] == [2, 6]
