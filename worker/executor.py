@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from worker.runner import ModelRunner
 from worker.step import Step, StepResult
+
+if TYPE_CHECKING:
+    from worker.runner import ModelRunner  # torch, which the scheduler's side of this seam does without
 
 
 class Executor(Protocol):
