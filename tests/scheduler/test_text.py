@@ -129,9 +129,7 @@ WORDS = st.sampled_from([330, 389, 340, 30, 28, 198, 38699, 905, 459])
 
 
 @given(ids=st.lists(WORDS | TOKENS, max_size=30), include=st.booleans(), data=st.data())
-def test_a_stop_string_ends_the_text_where_it_first_stands(
-    ids: list[int], include: bool, data: st.DataObject
-) -> None:
+def test_a_stop_string_ends_the_text_where_it_first_stands(ids: list[int], include: bool, data: st.DataObject) -> None:
     tokenizer = cached_tokenizer()
     whole = tokenizer.decode(ids)
     start, length = data.draw(st.integers(0, max(len(whole) - 1, 0))), data.draw(st.integers(1, 5))
