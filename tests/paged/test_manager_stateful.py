@@ -24,7 +24,7 @@ from strategies import new_tokens, page_sizes, prompts
 from paged import BlockAllocator, KVCacheManager, Move, OutOfPages, PageStateError, pages_for
 from paged.prefix_cache import Entry, Tokens
 
-PLAIN = settings(max_examples=400, stateful_step_count=50)
+PLAIN = settings(max_examples=250, stateful_step_count=50)
 LONG = settings(max_examples=4000, stateful_step_count=80)
 
 
