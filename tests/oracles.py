@@ -70,12 +70,15 @@ def write_gguf(file: Path, model: Any, kind: str = "F32", **overrides: Any) -> d
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(overrides.get("rotated", config.head_dim))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(overrides.get("theta", 10000.0))
     if "scaling" in overrides:
         writer.add_string("llama.rope.scaling.type", overrides["scaling"])
-    _add_tokenizer(writer, config.vocab_size)
+    if "factor" in overrides:
+        writer.add_rope_scaling_factor(overrides["factor"])
+    if overrides.get("tokenizer", True):
+        _add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     wanted = gguf.GGMLQuantizationType[kind]
     held = {}
@@ -87,6 +90,9 @@ def write_gguf(file: Path, model: Any, kind: str = "F32", **overrides: Any) -> d
                 halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
                 values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else wanted
+        if short == overrides.get("integers"):  # a type that the gguf library does not dequantise
+            writer.add_tensor(short, values.astype(np.int32))
+            continue
         data = gguf.quants.quantize(values, stored)
         held[short] = gguf.quants.dequantize(data, stored).reshape(values.shape)
         writer.add_tensor(short, data, raw_dtype=stored)

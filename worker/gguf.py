@@ -7,6 +7,7 @@ the rows of q and k in another order (the two halves of each head interleaved); 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,18 @@ class GGUFFile:
         architecture = self._field("general.architecture")
         if architecture != "llama":
             raise CheckpointError(f"{path} is of architecture {architecture!r}, and only 'llama' is supported")
-        scaling = self._field("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise CheckpointError(f"{path} scales its rotary embedding ({scaling}), which is not supported")
+        for name in self._reader.fields:
+            # A factor without a type is linear scaling to llama.cpp; 0 and 1 are none.
+            if name.startswith("llama.rope.scal") and (value := self._field(name)) not in ("none", 0, 1):
+                raise CheckpointError(f"{path} scales its rotary embedding ({name} {value}), which is not supported")
 
     def config(self) -> dict[str, Any]:
         """What config.json of the same model says."""
         hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
         head_dim = self._number("attention.key_length", self._number("rope.dimension_count", hidden // heads))
+        rotated = self._number("rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            raise CheckpointError(f"{self.path} rotates {rotated} of {head_dim} dimensions, which is not supported")
         names = {tensor.name for tensor in self._reader.tensors}
         embedding = next((t for t in self._reader.tensors if t.name == "token_embd.weight"), None)
         if embedding is None:
@@ -87,6 +92,8 @@ class GGUFFile:
         for tensor in self._reader.tensors:
             name, part = self._hf_name(tensor.name)
             values = self._dequantised(tensor)
+            if part in heads and values.shape[0] % (2 * heads[part]):
+                raise CheckpointError(f"{self.path}: {tensor.name}, {values.shape[0]} rows, is not {heads[part]} heads")
             result[name] = unpermute(values, heads[part]) if part in heads else values
         return result
 
@@ -111,7 +118,10 @@ class GGUFFile:
         return np.ascontiguousarray(values.reshape(shape), dtype=np.float32)
 
     def _number(self, name: str, default: int | None = None) -> int:
-        return int(self._field(f"llama.{name}", default))
+        value = self._field(f"llama.{name}", default)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path}: llama.{name} must be a whole number of at least 1, not {value!r:.80}")
+        return value
 
     def _field(self, name: str, *default: Any) -> Any:
         field = self._reader.get_field(name)
@@ -130,6 +140,7 @@ def unpermute(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float
 
 def convert_gguf(file: Path, folder: Path, report: Callable[[str], None]) -> None:
     """Write config, weights, tokenizer and chat template of a GGUF file into the existing `folder`."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     report(f"reading {file.name}")
@@ -138,9 +149,23 @@ def convert_gguf(file: Path, folder: Path, report: Callable[[str], None]) -> Non
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tensors = opened.tensors()
     report(f"writing {sum(t.nbytes for t in tensors.values()) / 2**20:.0f} MiB of float32 weights")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, say
+        raise CheckpointError(f"{folder}: the weights cannot be written: {error}") from None
     report("converting the tokenizer")
+    _convert_tokenizer(file, folder)
+
+
+def _convert_tokenizer(file: Path, folder: Path) -> None:
     from transformers import AutoTokenizer  # the only place that needs transformers to load a model
 
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.save_pretrained(folder)
+    # In a folder of its own: from one that holds another tokenizer, transformers would take that.
+    alone = folder / "source"
+    alone.mkdir()
+    (alone / "model.gguf").symlink_to(file.resolve())
+    try:
+        AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf").save_pretrained(folder)
+    except Exception as error:  # whatever transformers raises over a tokenizer that it does not know
+        raise CheckpointError(f"{file}: its tokenizer cannot be converted: {error!r:.300}") from error
+    shutil.rmtree(alone)

@@ -5,6 +5,7 @@ What is not understood is refused by name: a model that loads wrong is worse tha
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,9 +39,11 @@ class ModelConfig:
         """Read a config.json (old and new spellings) and a generation_config.json. Raises CheckpointError."""
         _refuse_unknown(config)
         hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
-        head_dim = config.get("head_dim")
-        if head_dim is None and hidden % heads:
+        if config.get("head_dim") is None and hidden % heads:
             raise CheckpointError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        head_dim = _integer(config, "head_dim", hidden // heads)
+        if head_dim % 2:
+            raise CheckpointError(f"config.json: head_dim {head_dim} is odd, and rotary embeddings turn pairs")
         kv_heads = _integer(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads do not divide into {kv_heads} key/value heads")
@@ -51,11 +54,11 @@ class ModelConfig:
             num_layers=_integer(config, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=hidden // heads if head_dim is None else _integer(config, "head_dim"),
+            head_dim=head_dim,
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(config),
             max_model_len=_integer(config, "max_position_embeddings", 2048),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),  # Llama's default
+            tie_word_embeddings=_tied(config),
             eos_token_ids=_eos_token_ids(config, generation_config or {}),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
@@ -63,6 +66,7 @@ class ModelConfig:
 
 def _refuse_unknown(config: Json) -> None:
     architectures = config.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
     known = "LlamaForCausalLM" in architectures or (not architectures and config.get("model_type") == "llama")
     if not known:
         name = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
@@ -77,12 +81,16 @@ def _refuse_unknown(config: Json) -> None:
 
 def _rope_theta(config: Json) -> float:
     """The base of the rotary embedding, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
-    new = config.get("rope_parameters") or {}
-    for key, rope in (("rope_parameters", new), ("rope_scaling", config.get("rope_scaling") or {})):
-        kind = rope.get("rope_type", rope.get("type", "default"))
+    sources = [config]
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {rope!r:.80}")
+        kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind != "default":
             raise CheckpointError(f"config.json: {key} of type {kind!r} is not supported, only 'default'")
-    given = {float(theta) for theta in (config.get("rope_theta"), new.get("rope_theta")) if theta is not None}
+        sources.append(rope)
+    given = {_number(source, "rope_theta", 0.0) for source in sources if source.get("rope_theta") is not None}
     if len(given) > 1:
         raise CheckpointError(f"config.json gives two different values of rope_theta: {sorted(given)}")
     if not given:
@@ -96,8 +104,18 @@ def _eos_token_ids(config: Json, generation_config: Json) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for source in (generation_config, config):
         value = source.get("eos_token_id")
-        ids.update(dict.fromkeys([] if value is None else [value] if isinstance(value, int) else value))
+        several = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(i) is int for i in several):
+            raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {value!r:.80}")
+        ids.update(dict.fromkeys(several))
     return tuple(ids)
+
+
+def _tied(config: Json) -> bool:
+    value = config.get("tie_word_embeddings")
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"config.json: tie_word_embeddings must be true or false, not {value!r:.80}")
+    return bool(value)  # absent is false: Llama's default
 
 
 def _integer(config: Json, name: str, default: int | None = None) -> int:
@@ -110,6 +128,6 @@ def _integer(config: Json, name: str, default: int | None = None) -> int:
 
 def _number(config: Json, name: str, default: float) -> float:
     value = config.get(name, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)

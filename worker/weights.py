@@ -18,6 +18,7 @@ from paged.errors import CheckpointError
 from worker.model_config import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FLOATS = ("F64", "F32", "F16", "BF16")  # others are quantised, and mean nothing without their scales
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what is computed from the config
 
 
@@ -50,7 +51,14 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     Tensors that need no conversion stay mapped from their file. With tied embeddings `lm_head.weight` is the embedding
     itself. Raises CheckpointError, which names the file or tensor, before the first tensor is read.
     """
-    files = {name: file for file in _files(path) for name in _names(file) if not _COMPUTED.search(name)}
+    places, index = _files(path)
+    files = {
+        name: file
+        for file in places
+        for name in _names(file)
+        # of a tensor that lies in two files, the index says which one counts
+        if index.get(name, file.name) == file.name and not _COMPUTED.search(name)
+    }
     shapes = _shapes(files)
     wanted = expected_tensors(config)
     if config.tie_word_embeddings and HEAD in files:
@@ -78,12 +86,13 @@ def _tie(weights: dict[str, Tensor]) -> None:
     weights[HEAD] = embedding
 
 
-def _files(path: Path) -> list[Path]:
-    """The safetensors files of the checkpoint: those of the index, or the single one."""
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of the checkpoint, those of the index or the single one; and the index."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            names = sorted(set(weight_map.values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from None
         for name in names:
@@ -91,9 +100,9 @@ def _files(path: Path) -> list[Path]:
                 raise CheckpointError(f"{index} points to {name!r}, which is not a file of this folder: it is not read")
             if not (path / name).is_file():
                 raise CheckpointError(f"{index} points to {name}, which is missing: fetch the whole checkpoint again")
-        return [path / name for name in names]
+        return [path / name for name in names], weight_map
     if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
+        return [path / "model.safetensors"], {}
     pickles = sorted(p.name for suffix in ("*.bin", "*.pt", "*.pth") for p in path.glob(suffix))
     if pickles:
         raise CheckpointError(
@@ -116,7 +125,10 @@ def _shapes(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as opened:
             for name in (name for name, place in files.items() if place == file):
-                shapes[name] = tuple(opened.get_slice(name).get_shape())
+                part = opened.get_slice(name)
+                if part.get_dtype() not in _FLOATS:
+                    raise CheckpointError(f"{file}: {name} is stored as {part.get_dtype()}, which is not supported")
+                shapes[name] = tuple(part.get_shape())
     return shapes
 
 

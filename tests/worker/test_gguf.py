@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,41 @@ def test_smollm2_is_bit_for_bit_what_transformers_reads(smollm2: Checkpoint, tmp
     ("overrides", "message"),
     [
         ({"architecture": "mamba"}, "architecture 'mamba'"),
-        ({"scaling": "yarn"}, r"rotary embedding \(yarn\)"),
+        ({"scaling": "yarn"}, r"rotary embedding .*yarn"),
         ({"extra": "rope_freqs.weight"}, r"tensor rope_freqs\.weight is not part"),
         ({"extra": "blk.0.attn_q.bias"}, r"tensor blk\.0\.attn_q\.bias is not part"),
+        ({"scaling": "linear"}, r"rotary embedding \(llama\.rope\.scaling\.type linear\)"),
+        ({"factor": 2.0}, r"rope\.scaling\.factor 2\.0"),  # linear, to llama.cpp
+        ({"rotated": 16}, "rotates 16 of 32 dimensions"),
+        ({"integers": "blk.1.ffn_up.weight"}, r"tensor blk\.1\.ffn_up\.weight has type I32"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny_llama(tmp_path / "hf", **SIZES), **overrides)
     with pytest.raises(CheckpointError, match=message):
         GGUFFile(tmp_path / "tiny.gguf").tensors()
+
+
+def test_a_tokenizer_beside_the_file_is_not_taken_for_its_own(smollm2: Checkpoint, tmp_path: Path) -> None:
+    for folder in ("alone", "beside"):
+        write_gguf(tmp_path / f"{folder}.gguf", tiny_llama(tmp_path / "hf", **SIZES))
+        (tmp_path / folder).mkdir()
+        (tmp_path / f"{folder}.gguf").rename(tmp_path / folder / "tiny.gguf")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smollm2.path / name, tmp_path / "beside")
+    alone, beside = (
+        resolve(str(tmp_path / folder / "tiny.gguf"), tmp_path / f"cache-{folder}", quiet).path
+        for folder in ("alone", "beside")
+    )
+    assert {p.name for p in beside.iterdir()} == {p.name for p in alone.iterdir()}
+    assert all((beside / p.name).read_bytes() == p.read_bytes() for p in alone.iterdir())
+
+
+def test_a_tokenizer_that_is_not_known_is_one_clear_error(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(tmp_path / "hf", **SIZES), tokenizer=False)
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: its tokenizer cannot be converted"):
+        resolve(str(tmp_path / "tiny.gguf"), tmp_path / "cache", quiet)
+    assert [p for p in (tmp_path / "cache").iterdir() if p.is_dir()] == []
 
 
 def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:

@@ -218,6 +218,44 @@ def test_c05_code_of_the_checkpoint_is_never_run(untied: tuple[Path, dict[str, t
     assert not (folder / "marker").exists()
 
 
+def test_of_a_tensor_in_two_files_the_index_says_which(sharded: Path) -> None:
+    name = "model.norm.weight"
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    right = load(sharded)[name].clone()
+    others = sorted(set(index.values()) - {index[name]})
+    for file in (sharded / others[0], sharded / others[-1]):  # one read before, one after
+        save_file(load_file(file) | {name: right + 1}, file)
+    assert torch.equal(load(sharded)[name], right)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 5, "a": "b"}}']
+)
+def test_an_index_that_is_none_is_named(sharded: Path, content: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json is not an index"):
+        load(sharded)
+
+
+def test_integers_are_not_taken_for_weights(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Of a quantised checkpoint, which means nothing without its scales."""
+    edit_weights(untied[0], model__norm__weight=torch.ones(48, dtype=torch.int8))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is stored as I8"):
+        load(untied[0])
+
+
+def test_what_needs_no_conversion_stays_in_its_file(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """A changed byte of the file shows in a tensor that is mapped, and not in one that was copied."""
+    folder, state = untied
+    file = folder / "model.safetensors"
+    mapped, copied = load(folder)["model.norm.weight"], load(folder, torch.bfloat16)["model.norm.weight"]
+    with file.open("r+b") as opened:
+        opened.seek(8)
+        opened.write(bytes(file.stat().st_size - 8))
+    assert not mapped.any()
+    assert torch.equal(copied, state["model.norm.weight"].bfloat16())
+
+
 def test_a_folder_without_weights_says_so(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
     (untied[0] / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
