@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paged import KVCacheManager, OutOfPages
+from paged import KVCacheManager, Move, OutOfPages
 
 PAGE_SIZE = 4  # tokens to a page; small, so that everything fits on a screen
 manager = KVCacheManager(num_pages=9, page_size=PAGE_SIZE)  # page 0 is never handed out, so 8 can be used
@@ -52,7 +52,7 @@ picture("F is forked from A", A=prompt, F=prompt)
 
 # The half-full page is shared too, so whoever writes first gets a copy: a move, which the model's side applies.
 manager.extend(ord("F"), len(prompt) + 1)
-moves = manager.take_moves()
+moves = [move for move in manager.take_moves() if isinstance(move, Move)]
 print(f"\nF writes a comma, so first: {', '.join(f'copy page {move.source} to {move.target}' for move in moves)}")
 manager.confirm_moves(moves)  # done, so the source is A's alone
 manager.commit(ord("F"), tokens(prompt + ","), len(prompt) + 1)

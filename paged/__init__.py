@@ -25,12 +25,13 @@ from paged.errors import (
     StepError,
 )
 from paged.layout import KVLayout
-from paged.manager import KVCacheManager, Move
-from paged.prefix_cache import PrefixCache
+from paged.manager import KVCacheManager, Mark, Move
+from paged.prefix_cache import PrefixCache, namespace
 
 if TYPE_CHECKING:
     from paged.attention import AttentionMetadata
     from paged.pool import KVPool
+    from scheduler.beam import BeamSearchParams
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
     from scheduler.llm import LLM
@@ -46,8 +47,10 @@ __all__ = [
     "BlockTable",
     "KVCacheManager",
     "KVLayout",
+    "Mark",
     "Move",
     "PrefixCache",
+    "namespace",
     "pages_for",
     # memory that needs torch
     "AttentionMetadata",
@@ -55,6 +58,7 @@ __all__ = [
     # the engine
     "LLM",
     "SamplingParams",
+    "BeamSearchParams",
     "RequestOutput",
     "CompletionOutput",
     "Logprob",
@@ -82,6 +86,7 @@ _FORWARDED = {
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",
     "EngineStats": "scheduler.outputs",
+    "BeamSearchParams": "scheduler.beam",
     "Engine": "scheduler.engine",
     "EngineConfig": "scheduler.config",
     "SamplingParams": "worker.step",
@@ -116,7 +121,7 @@ def _check_siblings() -> None:
             raise ImportError(f"paged needs its own package {name!r} beside it, in {home}, and found {found}")
 
 
-for _name in ("BlockAllocator", "BlockTable", "KVCacheManager", "KVLayout", "Move", "PrefixCache"):
+for _name in ("BlockAllocator", "BlockTable", "KVCacheManager", "KVLayout", "Mark", "Move", "PrefixCache"):
     globals()[_name].__module__ = __name__
 for _name in (n for n in __all__ if n.endswith(("Error", "Pages"))):
     globals()[_name].__module__ = __name__

@@ -26,7 +26,7 @@ Invariants, which `check()` proves from scratch:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from paged.errors import InvariantError, OutOfPages, PageStateError
 
@@ -81,37 +81,41 @@ class BlockAllocator:
             self._states[page] = _REFERENCED
         return pages
 
-    def share(self, page: int) -> None:
-        """Add a reference to a referenced or cached page. Raises PageStateError for a free one."""
-        self._need(page, _REFERENCED, _CACHED)
-        if self._states[page] == _CACHED:
-            self._states[page] = _REFERENCED
-            self._num_cached -= 1
-        self._counts[page] += 1
+    def share(self, pages: Collection[int]) -> None:
+        """Add a reference to each of these referenced or cached pages. Raises PageStateError for a free one."""
+        self._need(pages, _FREE, False, "not referenced or cached")
+        counts, states = self._counts, self._states
+        for page in pages:
+            if states[page] == _CACHED:
+                states[page] = _REFERENCED
+                self._num_cached -= 1
+            counts[page] += 1
 
-    def release(self, page: int) -> None:
-        """Drop a reference; with the last one the page becomes free. Raises PageStateError if there is none."""
-        if self._drop(page):
-            self._states[page] = _FREE
-            self._free.append(page)
+    def release(self, pages: Collection[int]) -> list[int]:
+        """Drop a reference to each; those that have lost their last become free, and are returned.
 
-    def park(self, page: int) -> bool:
-        """Drop a reference; with the last one the page becomes cached, and True is returned.
-
-        Raises PageStateError if there is none.
+        Raises PageStateError if one has none, or is named twice.
         """
-        if not self._drop(page):
-            return False
-        self._states[page] = _CACHED
-        self._num_cached += 1
-        return True
+        gone = self._drop(pages, _FREE)
+        self._free += gone
+        return gone
 
-    def reclaim(self, page: int) -> None:
-        """Make a cached page free. Raises PageStateError if it is not cached."""
-        self._need(page, _CACHED)
-        self._states[page] = _FREE
-        self._num_cached -= 1
-        self._free.append(page)
+    def park(self, pages: Collection[int]) -> list[int]:
+        """Drop a reference to each; those that have lost their last become cached, and are returned.
+
+        Raises PageStateError if one has none, or is named twice.
+        """
+        gone = self._drop(pages, _CACHED)
+        self._num_cached += len(gone)
+        return gone
+
+    def reclaim(self, pages: Collection[int]) -> None:
+        """Make cached pages free. Raises PageStateError if one is not cached, or is named twice."""
+        self._need(pages, _CACHED, True, "not cached")
+        for page in pages:
+            self._states[page] = _FREE
+        self._num_cached -= len(pages)
+        self._free += pages
 
     def check(self, references: Iterable[int] | None = None) -> None:
         """Prove INV-1 to INV-3 from scratch, and the counts against `references` (one page id for each) if given.
@@ -146,14 +150,23 @@ class BlockAllocator:
             if found[page] != counted:
                 raise InvariantError(f"P1: page {page} is referenced {found[page]} times, its count is {counted}")
 
-    def _need(self, page: int, *states: int) -> None:
-        if not 0 < page < self.num_pages:
-            raise PageStateError(f"page {page} is not one of 1 to {self.num_pages - 1}")
-        if self._states[page] not in states:
-            wanted = " or ".join(_STATE_NAMES[state] for state in states)
-            raise PageStateError(f"page {page} is {_STATE_NAMES[self._states[page]]}, not {wanted}")
+    def _need(self, pages: Collection[int], state: int, wanted: bool, what: str) -> None:
+        """Refuse a page outside of the pool, and one that is (or with `wanted` is not) in a state."""
+        states, num_pages = self._states, self.num_pages
+        for page in pages:
+            if not 0 < page < num_pages:
+                raise PageStateError(f"page {page} is not one of 1 to {num_pages - 1}")
+            if (states[page] == state) != wanted:
+                raise PageStateError(f"page {page} is {_STATE_NAMES[states[page]]}, {what}")
+        if wanted and len(pages) > 1 and len(set(pages)) < len(pages):
+            raise PageStateError(f"a page is named twice: {list(pages)}")
 
-    def _drop(self, page: int) -> bool:
-        self._need(page, _REFERENCED)
-        self._counts[page] -= 1
-        return self._counts[page] == 0
+    def _drop(self, pages: Collection[int], state: int) -> list[int]:
+        self._need(pages, _REFERENCED, True, "not referenced")
+        counts, states, gone = self._counts, self._states, list[int]()
+        for page in pages:
+            counts[page] -= 1
+            if not counts[page]:
+                states[page] = state
+                gone.append(page)
+        return gone

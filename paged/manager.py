@@ -1,4 +1,4 @@
-"""KVCacheManager: who holds which pages. One block table a sequence, over one allocator and one prefix cache.
+"""KVCacheManager: who holds which pages. Block tables in every group, over one allocator and one prefix cache.
 
 It owns the tables and the moves under way. It knows tokens and pages; of a sequence it knows only an id, and it never
 sees a tensor: what must happen to the K and V themselves it emits as moves, in order, for the worker to apply.
@@ -7,62 +7,115 @@ sees a tensor: what must happen to the K and V themselves it emits as moves, in 
     extend     room for more tokens; a page that others share is copied before it is written (a move)
     commit     K and V of so many tokens are computed: full pages can be found by others from now on
     fork       a second sequence with the same pages; takes none
+    truncate   back to fewer tokens
     free       all pages are given back; those that can be found again stay cached until the room is needed
 
-A page that a move still reads is held until the move is confirmed.
+A table changes by more than growth: a copy takes the place of a shared page, the cached page that of an equal one which
+was computed at the same time, the null page that of one that has left the window. `take_changes` gives all of it in
+order, so that a worker's own copy of the table follows. A page that a move still reads is held until it is confirmed.
 
 Invariants, which `check()` proves from scratch, besides those of the parts:
 
     P1  each page but the null page is free, cached without an owner, or referenced by exactly the block tables (and
         moves under way) that count it
-    P2  a page that more than one sequence references is not written: only `extend` makes room, and it copies first
+    P2  a page that more than one sequence references, or that can be found, is not written: only `extend` makes room,
+        and it copies first
+    P3  what a sequence shares has the tokens that it has there, in the same namespace
     P4  only pages whose every token is computed can be found
     P5  a call that raises leaves every table and count as it was
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Literal
 
-from paged.allocator import BlockAllocator
-from paged.block_table import BlockTable, pages_for
-from paged.errors import InvariantError, OutOfPages, PageStateError
-from paged.prefix_cache import Entry, PrefixCache, Tokens
+import numpy as np
+import numpy.typing as npt
+
+from paged import audit
+from paged.allocator import NULL_PAGE, BlockAllocator
+from paged.block_table import BlockTable, TableStore, Windows, first_page, pages_for
+from paged.errors import OutOfPages, PageStateError
+from paged.prefix_cache import DEFAULT, Entry, PrefixCache, Tokens
+
+TableChange = tuple[int, int, int]  # group, index in the table, the page that stands there now
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy the K and V of page `source` to page `target`, in every layer."""
+    """Copy the K and V of page `source` to page `target`, in every layer of its group."""
 
     source: int
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Poison mode only, in order with the moves: what is to be noticed about a page.
+
+    poison: it is free, fill it with NaN. seal: it can be found from now on, note what it holds. verify: prove that it
+    still holds that, and forget the note if it was given up.
+    """
+
+    page: int
+    what: Literal["poison", "seal", "verify"]
+
+
 class _Held:
-    """What one sequence holds: its table, the cache entries of its first pages, and how many tokens are computed."""
+    """What one sequence holds, besides its row of the tables."""
 
-    __slots__ = ("chain", "num_computed", "table")
+    __slots__ = ("chain", "changes", "label", "namespace", "promise_end", "promises", "row")
 
-    def __init__(self, table: BlockTable, chain: list[Entry], num_computed: int) -> None:
-        self.table = table
-        self.chain = chain
-        self.num_computed = num_computed
+    def __init__(self, row: int, chain: list[Entry], namespace: bytes, label: str | None) -> None:
+        self.row = row
+        self.chain = chain  # the cache entries of its first pages
+        self.namespace = namespace
+        self.label = label
+        self.changes: list[TableChange] = []  # since they were last taken
+        self.promises: list[bytes] = []  # digests of the pages that it is still to compute, the next one last
+        self.promise_end = 0  # index after the last of them
 
 
 class KVCacheManager:
-    """Pages of one group of layers. `num_pages` counts the null page; sequence ids are the caller's."""
+    """Pages of all groups. `num_pages` counts the null page; sequence ids are the caller's.
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
+    windows: for each group the tokens that a query sees, its own included; None is all. poison: emit marks by which the
+    pool notices stale reads and stray writes; slow. Public calls raise PageStateError for an unknown sequence.
+    """
+
+    poison_by_default = False  # the test suite sets it
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        windows: Windows = (None,),
+        poison: bool | None = None,
+    ) -> None:
         if not 1 <= page_size <= 256 or page_size & (page_size - 1):
             raise ValueError(f"page_size must be a power of two from 1 to 256, not {page_size}")
+        if not windows or any(window is not None and window < 1 for window in windows):
+            raise ValueError(f"windows must hold None or a number of at least 1 for each group, not {windows}")
         self.page_size = page_size
+        self._shift = page_size.bit_length() - 1  # tokens >> shift are full pages
+        self.windows = windows
         self.enable_prefix_caching = enable_prefix_caching
         self.allocator = BlockAllocator(num_pages)
-        self.prefix_cache = PrefixCache(page_size)
+        self.prefix_cache = PrefixCache(page_size, windows)
+        self._poison = self.poison_by_default if poison is None else poison
+        self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._store = TableStore(len(windows))
         self._held: dict[int, _Held] = {}
-        self._moves: list[Move] = []  # emitted, not yet taken
+        self._row_of: dict[int, int] = {}  # of each sequence its row, for batches
+        self._last_rows: tuple[list[int], npt.NDArray[np.int64]] | None = None  # of the same sequences, asked for again
+        self._moves: list[Move | Mark] = []  # emitted, not yet taken
         self._under_way: list[Move] = []  # taken, not yet confirmed
+        self._moved: dict[int, int] = {}  # page -> moves (of both lists) that hold it
+        self._promised: dict[bytes, int] = {}  # digest of a page that is being computed -> the sequence
 
     def __len__(self) -> int:
         return len(self._held)
@@ -85,192 +138,448 @@ class KVCacheManager:
         """Pages that sequences (and moves under way) hold."""
         return self.allocator.num_used
 
-    def table(self, seq_id: int) -> BlockTable:
-        """The sequence's block table; to be read only. Raises PageStateError for an unknown id."""
-        return self._get(seq_id).table
+    def table(self, seq_id: int, group: int = 0) -> BlockTable:
+        """The sequence's block table in a group, as it is now."""
+        row = self._get(seq_id).row
+        return BlockTable(self.page_size, self._store.pages[group, row, : self._store.num_pages[row]])
 
-    def match(self, tokens: Tokens) -> int:
+    def tables(self, seq_ids: SequenceOf[int], group: int = 0) -> npt.NDArray[np.int32]:
+        """The block tables of several sequences, int32 [seqs, most pages], padded with the null page."""
+        rows = self._rows(seq_ids)
+        width = int(self._store.num_pages[rows].max(initial=0))
+        return self._store.pages[group, :, :width].take(rows, axis=0)
+
+    def num_computed(self, seq_id: int) -> int:
+        """Tokens of the sequence whose K and V lie in its pages."""
+        return int(self._store.num_computed[self._get(seq_id).row])
+
+    def room(self, seq_id: int) -> int:
+        """Tokens that the sequence's tables have room for."""
+        return int(self._store.num_pages[self._get(seq_id).row]) * self.page_size
+
+    def num_held(self, seq_ids: SequenceOf[int]) -> int:
+        """Pages that sequences hold, each counted once."""
+        return int(np.count_nonzero(np.unique(self._store.pages[:, self._rows(seq_ids)])))
+
+    def match(self, tokens: Tokens, namespace: bytes = DEFAULT) -> int:
         """Tokens of the longest cached prefix of `tokens`, int32 [n]: full pages, never the last token.
 
         Changes nothing; the next call may evict what was found.
         """
-        return len(self._match(tokens)) * self.page_size
+        return len(self._match(tokens, namespace)) * self.page_size
 
-    def allocate(self, seq_id: int, tokens: Tokens, num_new: int, room_for: int = 0, spare: int = 0) -> int:
+    def computing(self, tokens: Tokens, namespace: bytes = DEFAULT) -> int | None:
+        """The sequence that is just computing the page after the cached prefix of `tokens`; None if there is none.
+
+        Who waits until that is done, or the sequence is gone, finds a longer prefix.
+        """
+        if not self._promised:
+            return None
+        chain = self._match(tokens, namespace)
+        digest = next(self.prefix_cache.digests(tokens[:-1], chain, namespace), None)
+        return None if digest is None else self._promised.get(digest)
+
+    def allocate(
+        self,
+        seq_id: int,
+        tokens: Tokens,
+        num_new: int,
+        room: int = 0,
+        spare: int = 0,
+        namespace: bytes = DEFAULT,
+        label: str | None = None,
+    ) -> int:
         """Begin a sequence: share its cached prefix, take pages for the `num_new` tokens after it.
 
         tokens: int32 [n], all that is known of the sequence. Pages are taken only as needed, but the call is refused
-        unless there would be room for `room_for` tokens of this sequence in all, and `spare` pages more. Returns the
-        tokens of the cached prefix. Raises OutOfPages, and PageStateError for a known id.
+        unless this sequence could have `room` pages in all, and `spare` pages more were left. label names the owner in
+        reports. Returns the tokens of the cached prefix. Raises OutOfPages, and PageStateError for a known id.
         """
         if seq_id in self._held:
             raise PageStateError(f"sequence {seq_id} has pages already")
-        chain = self._match(tokens)
+        chain = self._match(tokens, namespace)
         cached = len(chain) * self.page_size
-        num_tokens = min(len(tokens), cached + num_new)
-        wanted = pages_for(num_tokens, self.page_size) - len(chain)
-        revived = sum(1 for entry in chain if self.allocator.ref_count(entry.page) == 0)
-        least = max(wanted, pages_for(room_for, self.page_size) - len(chain)) + spare
+        shared = [
+            [page for entry in chain[first_page(cached, window, self.page_size) :] if (page := entry.pages[group])]
+            for group, window in enumerate(self.windows)
+        ]
+        new = pages_for(min(len(tokens), cached + num_new), self.page_size) - len(chain)
+        have = sum(map(len, shared))
+        revived = sum(1 for pages in shared for page in pages if self.allocator.ref_count(page) == 0)
+        least = max(new * len(self.windows), room - have) + spare
         if least > self.num_available - revived:
             raise OutOfPages(least, self.num_available - revived, self.num_usable)
-        for entry in chain:
-            self.allocator.share(entry.page)
-            self.prefix_cache.unpark(entry.page)
-        pages = [entry.page for entry in chain] + self._take(wanted)
-        self._held[seq_id] = _Held(BlockTable(self.page_size, pages), chain, cached)
+        for pages in shared:
+            self._acquire(pages)
+        held = _Held(self._store.add(), chain, namespace, label)
+        self._store.append(held.row, [[NULL_PAGE] * (len(chain) - len(pages)) + pages for pages in shared])
+        self._store.num_computed[held.row] = cached
+        self._append(held, new)
+        held.changes.clear()
+        self._held[seq_id], self._row_of[seq_id], self._last_rows = held, held.row, None
+        if self.enable_prefix_caching:
+            held.promises = list(self.prefix_cache.digests(tokens, chain, namespace))[::-1]
+            held.promise_end = len(chain) + len(held.promises)
+            for digest in held.promises:
+                self._promised.setdefault(digest, seq_id)
         return cached
 
-    def extend(self, seq_id: int, num_tokens: int) -> list[int]:
+    def extend(self, seq_id: int, num_tokens: int) -> None:
         """Make room for `num_tokens` tokens in all, of which those after the computed ones will be written.
 
-        Returns the pages appended to the table. If the page that is written first is shared, the table gets a copy of
-        it, by a move. Raises OutOfPages, and PageStateError for an unknown id.
+        If the page that is written first is another's too, the table gets a copy of it, by a move. Raises OutOfPages.
         """
         held = self._get(seq_id)
-        pages = held.table.pages
-        wanted = pages_for(num_tokens, self.page_size) - len(pages)
-        first = held.num_computed // self.page_size
-        copies = first < len(pages) and num_tokens > held.num_computed and self.allocator.ref_count(pages[first]) > 1
-        if wanted <= 0 and not copies:
-            return []
-        needed = max(wanted, 0) + copies
+        store, row = self._store, held.row
+        new = pages_for(num_tokens, self.page_size) - int(store.num_pages[row])
+        writes_frozen = store.frozen[row] and num_tokens > store.num_computed[row]
+        copies = self._to_copy(row) if writes_frozen else []
+        needed = max(new, 0) * len(self.windows) + len(copies)
         if needed > self.num_available:
             raise OutOfPages(needed, self.num_available, self.num_usable)
-        taken = self._take(needed)
-        if copies:
-            # The move takes over this sequence's reference to the source until it is confirmed.
-            self._moves.append(Move(pages[first], taken[0]))
-            pages[first] = taken.pop(0)
-        pages.extend(taken)
-        return taken
+        self._extend(held, new, copies)
+        if writes_frozen:
+            store.frozen[row] = False
+
+    def extend_all(self, seq_ids: SequenceOf[int], num_tokens: npt.NDArray[np.int64]) -> None:
+        """`extend` for many sequences, num_tokens int64 [seqs], at once: of them all, or with OutOfPages of none."""
+        store, rows = self._store, self._rows(seq_ids)
+        new = ((num_tokens + self.page_size - 1) >> self._shift) - store.num_pages[rows]
+        frozen = store.frozen[rows]
+        if not frozen.any():
+            self._append_all(seq_ids, rows, new)
+            return
+        busy = np.flatnonzero((new > 0) | (frozen & (num_tokens > store.num_computed[rows])))
+        needed, sharers = int(new[new > 0].sum()) * len(self.windows), dict[int, int]()
+        for row in rows[busy][store.frozen[rows[busy]]].tolist():
+            for _, page in self._to_copy(row):
+                left = sharers.setdefault(page, self._sharers(page))
+                # The last one keeps it, unless it must stay as it is found.
+                needed += left > 1 or self.prefix_cache.entry(page) is not None
+                sharers[page] = left - 1
+        if needed > self.num_available:
+            raise OutOfPages(needed, self.num_available, self.num_usable)
+        for i in busy.tolist():
+            held = self._held[seq_ids[i]]
+            self._extend(held, int(new[i]), self._to_copy(held.row) if store.frozen[held.row] else [])
+            store.frozen[held.row] = False
 
     def commit(self, seq_id: int, tokens: Tokens, num_computed: int) -> None:
         """K and V of the first `num_computed` of `tokens`, int32 [n], are computed: full pages can be found now.
 
-        Raises PageStateError for an unknown id, fewer tokens than before, or more than there is room for.
+        Raises PageStateError for fewer tokens than before, or more than there are or is room for.
         """
         held = self._get(seq_id)
-        if not held.num_computed <= num_computed <= min(held.table.capacity, len(tokens)):
+        before = int(self._store.num_computed[held.row])
+        room = int(self._store.num_pages[held.row]) * self.page_size
+        if not before <= num_computed <= min(room, len(tokens)):
             raise PageStateError(
-                f"sequence {seq_id}: {num_computed} tokens computed of {len(tokens)}, {held.num_computed} before, "
-                f"room for {held.table.capacity}"
+                f"sequence {seq_id}: {num_computed} tokens computed of {len(tokens)}, {before} before, room for {room}"
             )
-        held.num_computed = num_computed
-        if self.enable_prefix_caching and num_computed // self.page_size > len(held.chain):
-            self.prefix_cache.publish(tokens, held.table.pages, held.chain, num_computed)
+        self._store.num_computed[held.row] = num_computed
+        if num_computed // self.page_size > before // self.page_size:
+            self._publish(seq_id, held, tokens, num_computed)
+        self._leave_windows(held, before, num_computed)
+
+    def commit_all(
+        self, seq_ids: SequenceOf[int], tokens: SequenceOf[Tokens], num_computed: npt.NDArray[np.int64]
+    ) -> None:
+        """`commit` for many sequences at once, num_computed int64 [seqs]; if it raises, none is changed."""
+        store, rows, size, shift = self._store, self._rows(seq_ids), self.page_size, self._shift
+        before = store.num_computed[rows]
+        wrong = (num_computed < before) | (num_computed > store.num_pages[rows] << shift)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise PageStateError(
+                f"sequence {seq_ids[i]}: {num_computed[i]} tokens computed, {before[i]} before, "
+                f"room for {store.num_pages[rows[i]] * size}"
+            )
+        due = num_computed >> shift > before >> shift
+        for _, window in self._windowed:
+            due |= (num_computed - window + 1) >> shift > (before - window + 1) >> shift
+        filled = due.nonzero()[0].tolist()
+        for i in filled:
+            if len(tokens[i]) < num_computed[i]:
+                raise PageStateError(f"sequence {seq_ids[i]}: {num_computed[i]} computed of {len(tokens[i])} tokens")
+        store.num_computed[rows] = num_computed
+        for i in filled:
+            held, old, now = self._held[seq_ids[i]], int(before[i]), int(num_computed[i])
+            if now // size > old // size:
+                self._publish(seq_ids[i], held, tokens[i], now)
+            if self._windowed:
+                self._leave_windows(held, old, now)
 
     def fork(self, seq_id: int, new_id: int) -> None:
         """A second sequence `new_id` with the same computed tokens, in the same pages. Takes no page.
 
-        Room beyond the computed tokens stays `seq_id`'s alone. Both must `extend` before they write.
-
-        Raises PageStateError for an unknown `seq_id` or a known `new_id`.
+        Room beyond the computed tokens stays `seq_id`'s alone. Both must `extend` before they write. Raises
+        PageStateError for a known `new_id`.
         """
         held = self._get(seq_id)
         if new_id in self._held:
             raise PageStateError(f"sequence {new_id} has pages already")
-        table = BlockTable(self.page_size, held.table.pages[: pages_for(held.num_computed, self.page_size)])
-        for page in table.pages:
-            self.allocator.share(page)
-        self._held[new_id] = _Held(table, list(held.chain), held.num_computed)
+        store = self._store
+        copy = _Held(store.add(), list(held.chain), held.namespace, held.label)
+        computed = int(store.num_computed[held.row])
+        pages = store.pages[:, held.row, : pages_for(computed, self.page_size)].tolist()
+        for table in pages:
+            self.allocator.share([page for page in table if page])
+        store.append(copy.row, pages)
+        store.num_computed[copy.row] = computed
+        store.frozen[copy.row] = computed % self.page_size > 0
+        store.frozen[held.row] |= store.frozen[copy.row]
+        self._held[new_id], self._row_of[new_id], self._last_rows = copy, copy.row, None
+
+    def truncate(self, seq_id: int, num_tokens: int) -> int:
+        """Forget all but the first `num_tokens` tokens; pages beyond them, and room, are given back.
+
+        Returns how many tokens are computed still. Those are fewer where a window's earlier pages are gone: then as
+        many as the cache still has, in full pages. What was published stays in the cache. A worker that knows the
+        sequence needs its whole state again. Raises PageStateError for more tokens than are computed.
+        """
+        held = self._get(seq_id)
+        store, row, size = self._store, held.row, self.page_size
+        computed = int(store.num_computed[row])
+        if not 0 <= num_tokens <= computed:
+            raise PageStateError(f"sequence {seq_id} has {computed} tokens computed, and cannot be cut to {num_tokens}")
+        kept = num_tokens
+        missing = self._missing(held, kept)
+        if missing is None:
+            kept = self.prefix_cache.usable(held.chain[: num_tokens // size]) * size
+            missing = self._missing(held, kept) or []
+        self._acquire([page for _, _, page in missing])
+        for group, index, page in missing:
+            store.pages[group, row, index] = page
+        self._drop_pages(held, pages_for(kept, size))
+        del held.chain[kept // size :]
+        store.num_computed[row] = kept
+        store.frozen[row] = kept % size > 0
+        self._break_promises(seq_id, held)
+        held.changes.clear()
+        return kept
 
     def free(self, seq_id: int) -> None:
-        """Give back the sequence's pages, the last first. Raises PageStateError for an unknown id."""
+        """Give back the sequence's pages, the last first."""
         held = self._get(seq_id)
-        del self._held[seq_id]
-        # Content of this sequence may live in a page of another, without an owner: that was used too, and what leads to
-        # a cached page must outlast it.
-        used = held.chain[-1] if held.chain else None
-        parked = [page for page in reversed(held.table.pages) if self._drop(page)]
-        self.prefix_cache.touch(used)
-        if parked:
-            self.prefix_cache.touch(self.prefix_cache.entry(parked[0]))
+        del self._held[seq_id], self._row_of[seq_id]
+        self._last_rows = None
+        self._drop_pages(held, 0)
+        self._store.remove(held.row)
+        self._break_promises(seq_id, held)
 
-    def take_moves(self) -> tuple[Move, ...]:
+    def take_changes(self, seq_id: int) -> tuple[TableChange, ...]:
+        """What has changed in the sequence's tables since the last call (at first: since `allocate` or `fork`)."""
+        held = self._get(seq_id)
+        if not held.changes:
+            return ()
+        changes, held.changes = tuple(held.changes), []
+        return changes
+
+    def take_moves(self) -> tuple[Move | Mark, ...]:
         """The moves since the last call, in order. Their sources are held until `confirm_moves`."""
-        moves = tuple(self._moves)
-        self._under_way.extend(moves)
-        self._moves.clear()
+        moves, self._moves = tuple(self._moves), []
+        self._under_way += [move for move in moves if isinstance(move, Move)]
         return moves
 
-    def confirm_moves(self, moves: Iterable[Move]) -> None:
+    def confirm_moves(self, moves: Iterable[Move | Mark]) -> None:
         """The moves are done (or will never be): let go of their sources. Raises PageStateError for an unknown one."""
-        done, under_way = tuple(moves), list(self._under_way)
+        done, under_way = [move for move in moves if isinstance(move, Move)], list(self._under_way)
         for move in done:
             if move not in under_way:
                 raise PageStateError(f"{move} is not under way")
             under_way.remove(move)
         self._under_way = under_way
         for move in done:
-            if self._drop(move.source):
-                self.prefix_cache.touch(self.prefix_cache.entry(move.source))
+            self._moved[move.source] -= 1
+            if not self._moved[move.source]:
+                del self._moved[move.source]
+            self._drop([move.source])
+            # Its ancestors may have lost their owners before it.
+            self.prefix_cache.touch(self.prefix_cache.entry(move.source))
 
-    def check(self) -> None:
-        """Prove the invariants from scratch. Raises InvariantError, which names the invariant, the page, and owners."""
-        try:
-            self.allocator.check(self._references())
-        except InvariantError as error:
-            raise InvariantError(f"{error}; held: {self._owners()}") from None
-        self.prefix_cache.check()
-        idle = set(self.prefix_cache.idle_pages())
-        if len(idle) != self.allocator.num_cached:
-            raise InvariantError(f"P1: {len(idle)} pages are evictable, {self.allocator.num_cached} are cached")
-        for page in range(1, self.allocator.num_pages):
-            owned = self.allocator.ref_count(page) > 0
-            if page in idle and owned:
-                raise InvariantError(f"P1: page {page} is evictable with an owner; held: {self._owners()}")
-            if not owned and page not in idle and self.prefix_cache.entry(page) is not None:
-                raise InvariantError(f"P3: page {page} can be found, but nobody keeps it; held: {self._owners()}")
+    def pin(self, tokens: Tokens, until: float, namespace: bytes = DEFAULT) -> int:
+        """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time. Its tokens."""
+        chain = self._match(tokens, namespace)
+        self.prefix_cache.pin(chain, until)
+        return len(chain) * self.page_size
+
+    def expire(self, now: float) -> None:
+        """End the pins whose time has come."""
+        self.prefix_cache.expire(now)
+
+    def reset(self) -> None:
+        """Forget every cached prefix. Sequences keep their pages, but those are not found any more."""
+        self._reclaim(self.prefix_cache.reset())
         for seq_id, held in self._held.items():
-            self._check_held(seq_id, held)
+            self._break_promises(seq_id, held)
 
-    def _check_held(self, seq_id: int, held: _Held) -> None:
-        if held.num_computed > held.table.capacity:
-            raise InvariantError(f"P1: sequence {seq_id} has computed {held.num_computed} tokens without pages")
-        if len(held.chain) * self.page_size > held.num_computed:
-            raise InvariantError(f"P4: sequence {seq_id} has published tokens that are not computed")
-        entry, lineage = held.chain[-1] if held.chain else None, list[Entry]()
-        while entry is not None and entry.parent is not None:  # up to the root, which has none
-            lineage.append(entry)
-            entry = entry.parent
-        if lineage[::-1] != held.chain:
-            raise InvariantError(f"P3: the entries of sequence {seq_id} are not one history: {held.chain}")
-        for i, page in enumerate(held.table.pages):
-            entry = self.prefix_cache.entry(page)
-            # Another may have published a page that was computed before a fork.
-            known = held.chain[i] if i < len(held.chain) else None
-            computed = (i + 1) * self.page_size <= held.num_computed
-            if entry is not None and not (entry is known or (known is None and computed)):
-                raise InvariantError(f"P3: page {page} is found by other tokens than sequence {seq_id} has there")
+    def check(self, idle: bool = False) -> None:
+        """Prove the invariants from scratch; with `idle` also that nothing is held.
 
-    def _references(self) -> Iterator[int]:
-        for held in self._held.values():
-            yield from held.table.pages
-        for move in (*self._moves, *self._under_way):
-            yield move.source
+        Raises InvariantError, which names the invariant, the page, and who holds it.
+        """
+        audit.check(self, idle)
 
-    def _owners(self) -> dict[int, list[int]]:
-        return {seq_id: held.table.pages for seq_id, held in self._held.items()}
+    def explain(self) -> audit.MemoryMap:
+        """Who holds what, as data that can be drawn."""
+        return audit.explain(self)
 
-    def _match(self, tokens: Tokens) -> list[Entry]:
-        return self.prefix_cache.match(tokens) if self.enable_prefix_caching else []
+    def _extend(self, held: _Held, new: int, copies: list[tuple[int, int]]) -> None:
+        """`new` pages more in every group, and copies of the pages that are not the sequence's alone."""
+        store, row = self._store, held.row
+        index = int(store.num_computed[row]) // self.page_size
+        for group, page in copies:
+            (target,) = self._take(1)
+            # The move takes over this sequence's reference to the source until it is confirmed.
+            self._moves.append(Move(page, target))
+            self._moved[page] = self._moved.get(page, 0) + 1
+            store.pages[group, row, index] = target
+            held.changes.append((group, index, target))
+        self._append(held, new)
+
+    def _append(self, held: _Held, new: int) -> None:
+        if new <= 0:
+            return
+        pages = self._take(new * len(self.windows))
+        tables = [pages[i : i + new] for i in range(0, len(pages), new)]
+        first = int(self._store.num_pages[held.row])
+        self._store.append(held.row, tables)
+        held.changes += [(group, first + i, page) for group, table in enumerate(tables) for i, page in enumerate(table)]
+
+    def _append_all(
+        self, seq_ids: SequenceOf[int], rows: npt.NDArray[np.int64], new: npt.NDArray[np.int64]
+    ) -> None:
+        """So many new pages for each sequence, in every group, or OutOfPages."""
+        (busy,) = (new > 0).nonzero()
+        if not busy.size:
+            return
+        groups, counts = len(self.windows), new[busy]
+        total = int(counts.sum())
+        if total * groups > self.num_available:
+            raise OutOfPages(total * groups, self.num_available, self.num_usable)
+        if total > busy.size:  # some need several
+            for i in busy.tolist():
+                self._append(self._held[seq_ids[i]], int(new[i]))
+            return
+        pages = self._take(total * groups)
+        places = self._store.append_one(rows[busy], np.array(pages, dtype=np.int32).reshape(groups, total))
+        held = [self._held[seq_ids[i]] for i in busy.tolist()]
+        for group in range(groups):
+            for one, index, page in zip(held, places, pages[group * total : (group + 1) * total], strict=True):
+                one.changes.append((group, index, page))
+
+    def _to_copy(self, row: int) -> list[tuple[int, int]]:
+        """Group and page, where the page that is written next is not the sequence's alone."""
+        store = self._store
+        index = int(store.num_computed[row]) // self.page_size
+        if index >= store.num_pages[row]:
+            return []
+        pages = enumerate(store.pages[:, row, index].tolist())
+        return [(g, p) for g, p in pages if self._sharers(p) > 1 or self.prefix_cache.entry(p) is not None]
+
+    def _sharers(self, page: int) -> int:
+        """Sequences that hold the page. A copy of it, emitted already, is made before anybody writes to it."""
+        return self.allocator.ref_count(page) - self._moved.get(page, 0)
+
+    def _publish(self, seq_id: int, held: _Held, tokens: Tokens, num_computed: int) -> None:
+        """Pages have become full: let others find them, and share those that were found to be there already."""
+        full = num_computed // self.page_size
+        chain, first = held.chain, len(held.chain)
+        if self.enable_prefix_caching and full > first:
+            tables = self._store.pages[:, held.row, first:full].tolist()
+            due = held.promises and held.promise_end - len(held.promises) == first
+            known = held.promises[: first - full - 1 : -1] if due else ()
+            duplicates = self.prefix_cache.publish(tokens, tables, chain, num_computed, held.namespace, known)
+            for duplicate in duplicates:
+                own = int(self._store.pages[duplicate.group, held.row, duplicate.index])
+                self._acquire([duplicate.page])
+                self._store.pages[duplicate.group, held.row, duplicate.index] = duplicate.page
+                held.changes.append((duplicate.group, duplicate.index, duplicate.page))
+                self._drop([own])
+            if self._poison:
+                mine = (page for table in tables for page in table)
+                self._moves += [Mark(page, "seal") for page in mine if self.prefix_cache.entry(page) is not None]
+        while held.promises and held.promise_end - len(held.promises) < full:
+            self._break_promise(seq_id, held.promises.pop())
+
+    def _break_promises(self, seq_id: int, held: _Held) -> None:
+        while held.promises:
+            self._break_promise(seq_id, held.promises.pop())
+
+    def _break_promise(self, seq_id: int, digest: bytes) -> None:
+        if self._promised.get(digest) == seq_id:
+            del self._promised[digest]
+
+    def _leave_windows(self, held: _Held, before: int, computed: int) -> None:
+        """Give back the pages that no token after the computed ones sees."""
+        for group, window in self._windowed:
+            first, last = (first_page(n, window, self.page_size) for n in (before, computed))
+            if first < last:
+                pages = self._store.pages[group, held.row, first:last].tolist()
+                self._store.pages[group, held.row, first:last] = NULL_PAGE
+                held.changes += [(group, index, NULL_PAGE) for index in range(first, last)]
+                self._drop(pages)
+
+    def _missing(self, held: _Held, kept: int) -> list[tuple[int, int, int]] | None:
+        """Group, index and cached page of what the window after `kept` tokens needs again; None if some is gone."""
+        result = []
+        for group, window in self._windowed:
+            for index in range(first_page(kept, window, self.page_size), pages_for(kept, self.page_size)):
+                if not self._store.pages[group, held.row, index]:
+                    page = held.chain[index].pages[group] if index < len(held.chain) else NULL_PAGE
+                    if not page:
+                        return None
+                    result.append((group, index, page))
+        return result
+
+    def _drop_pages(self, held: _Held, keep: int) -> None:
+        """Give back all but the first `keep` pages of every group, the last first."""
+        for table in self._store.pages[:, held.row, keep : self._store.num_pages[held.row]].tolist():
+            self._drop([page for page in reversed(table) if page])
+        self._store.cut(held.row, keep)
+
+    def _rows(self, seq_ids: SequenceOf[int]) -> npt.NDArray[np.int64]:
+        if self._last_rows is not None and self._last_rows[0] == seq_ids:
+            return self._last_rows[1]
+        row_of = self._row_of
+        try:
+            rows = np.array([row_of[seq_id] for seq_id in seq_ids], dtype=np.int64)
+        except KeyError as error:
+            raise PageStateError(f"sequence {error} has no pages") from None
+        self._last_rows = (list(seq_ids), rows)
+        return rows
+
+    def _match(self, tokens: Tokens, namespace: bytes) -> list[Entry]:
+        return self.prefix_cache.match(tokens, namespace) if self.enable_prefix_caching else []
 
     def _take(self, n: int) -> list[int]:
         """`n` pages with one reference each; the caller has made sure that they are there."""
-        while self.allocator.num_free < n:
-            for page in self.prefix_cache.evict():
-                self.allocator.reclaim(page)
+        short = n - self.allocator.num_free
+        if short > 0:
+            self._reclaim(self.prefix_cache.evict(short))
         return self.allocator.allocate(n)
 
-    def _drop(self, page: int) -> bool:
-        """Drop a reference; True if the page is cached without an owner now."""
-        if self.prefix_cache.entry(page) is None:
-            self.allocator.release(page)
-            return False
-        if not self.allocator.park(page):
-            return False
-        self.prefix_cache.park(page)
-        return True
+    def _reclaim(self, pages: list[int]) -> None:
+        self.allocator.reclaim(pages)
+        if self._poison:
+            self._moves += [Mark(page, what) for page in pages for what in ("verify", "poison")]
+
+    def _acquire(self, pages: list[int]) -> None:
+        """One more reference to pages that can be found."""
+        if self._poison:
+            self._moves += [Mark(page, "verify") for page in pages]
+        self.allocator.share(pages)
+        self.prefix_cache.unpark(pages)
+
+    def _drop(self, pages: list[int]) -> None:
+        """Drop a reference to each; a page that can be found is cached after its last."""
+        found = self.prefix_cache.findable(pages)
+        self.prefix_cache.park(self.allocator.park(found))
+        if len(found) < len(pages):
+            known = set(found)
+            freed = self.allocator.release([page for page in pages if page not in known])
+            if self._poison:
+                self._moves += [Mark(page, "poison") for page in freed]
 
     def _get(self, seq_id: int) -> _Held:
         held = self._held.get(seq_id)

@@ -1,53 +1,112 @@
 """PrefixCache: finds the pages that already hold the K and V of a prompt's beginning.
 
-It owns the map from a page's digest to the page, and the order in which pages without an owner are given up. It does
-not know reference counts, tables or requests: the manager tells it when a page loses its last owner and gains one.
+It owns the map from the digest of a page's tokens to its pages, one in each group, and the order in which pages without
+an owner are given up. It does not know reference counts, tables or requests: the manager tells it when a page loses its
+last owner and gains one.
 
-A full page's digest is sha256 over the digest of the page before it and its own tokens (int32, little-endian), so it
-stands for the page's whole history. A digest alone is never trusted: a hit must also have the same tokens and the same
-parent entry, which by induction is the same history, whatever the digest function does.
+The digest of a full page is sha256 over the digest of the page before it and its own tokens (int32, little-endian), so
+it stands for the whole history; the first page follows the digest of its namespace. A digest alone is never trusted: a
+hit must also have the same tokens and the same parent entry, which by induction is the same history, whatever the
+digest function does.
 
-    root <- [t0..t3] <- [t4..t7] <- [t8..t11]      an entry knows its parent; a prompt is matched from the root down
-                     <- [t4'..t7']
+    namespace <- [t0..t3] <- [t4..t7] <- [t8..t11]      an entry knows its parent; a prompt is matched from its
+                          <- [t4'..t7']                 namespace on
 
-Eviction is by least recent use. Whoever uses an entry uses its ancestors after it, so of a chain the tail goes first.
+A hit needs every page of it in groups of full attention, in a windowed group only those that the next token sees.
+
+Eviction is by least recent use, page by page. Of a chain the tail is parked first, so it goes first. When a page of a
+group of full attention goes, nothing after it can be hit, so all of that goes too. Pinned pages go after all others.
 
 Invariants, which `check()` proves from scratch:
 
-    INV-1  an entry's parent is an entry (or the root), and knows it as a child
-    INV-2  map, pages and children name the same entries; no page belongs to two
-    INV-3  in the eviction order an entry comes before its parent
+    INV-1  an entry's parent is an entry, or it is a namespace; the parent knows it as a child
+    INV-2  map, pages and children name the same entries; no page belongs to two; no entry has neither page nor child
+    INV-3  in a group of full attention a page goes before that of the entry's parent
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from paged.block_table import Windows, first_page
 from paged.errors import InvariantError
 
 Tokens = npt.NDArray[np.int32]
 
 
+def namespace(salt: str | int | None = None, adapter: str | int | None = None, weights: int = 0) -> bytes:
+    """What must be equal, besides the tokens, for pages to be shared: a salt, an adapter, the version of the weights.
+
+    The encoding is unambiguous: -1, "-1", 1, "1" and True are five different salts.
+    """
+    return json.dumps([salt, adapter, weights]).encode()
+
+
+DEFAULT = namespace()
+
+
 class Entry:
-    """One page that can be found again. `live` turns false when it is forgotten."""
+    """One page of a history in every group: what it holds, and where. `live` turns false when it is forgotten.
 
-    __slots__ = ("children", "digest", "live", "page", "parent", "tokens")
+    Children are a linked list of siblings: a container in each of a million entries would keep the garbage collector
+    busy (docs/log.md).
+    """
 
-    def __init__(self, digest: bytes, page: int, tokens: bytes, parent: Entry | None) -> None:
+    __slots__ = ("child", "digest", "left", "live", "pages", "parent", "right", "tokens")
+
+    def __init__(self, digest: bytes, tokens: bytes, parent: Entry | None, pages: tuple[int, ...]) -> None:
         self.digest = digest
-        self.page = page
-        self.tokens = tokens
-        self.parent = parent
-        self.children: set[Entry] = set()
+        self.tokens = tokens  # of a namespace, its encoding
+        self.pages = pages  # of each group; the null page where there is none
+        self.parent = parent  # of a namespace, None
+        self.child: Entry | None = None  # the first
+        self.left: Entry | None = None  # siblings
         self.live = True
+        if parent is None:
+            self.right: Entry | None = None
+            return
+        self.right = right = parent.child
+        if right is not None:
+            right.left = self
+        parent.child = self
 
     def __repr__(self) -> str:
-        return f"Entry(page={self.page}, digest={self.digest.hex()[:8]})"
+        return f"Entry(pages={self.pages}, digest={self.digest.hex()[:8]})"
+
+    @property
+    def children(self) -> Iterator[Entry]:
+        child = self.child
+        while child is not None:
+            yield child
+            child = child.right
+
+    def leave_parent(self) -> None:
+        """Out of the parent's children, the parent of which it still knows."""
+        assert self.parent is not None
+        if self.left is None:
+            self.parent.child = self.right
+        else:
+            self.left.right = self.right
+        if self.right is not None:
+            self.right.left = self.left
+        self.left = self.right = None
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A page of a sequence whose content is cached already in another: that one is to take its place in the table."""
+
+    group: int
+    index: int
+    page: int
 
 
 def sha256_digest(parent: bytes, tokens: bytes) -> bytes:
@@ -57,123 +116,269 @@ def sha256_digest(parent: bytes, tokens: bytes) -> bytes:
 class PrefixCache:
     """Pages by the digest of their history. `digest` may be replaced in tests only: any function is safe."""
 
-    def __init__(self, page_size: int, digest: Callable[[bytes, bytes], bytes] = sha256_digest) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        windows: Windows = (None,),
+        digest: Callable[[bytes, bytes], bytes] = sha256_digest,
+    ) -> None:
         self.page_size = page_size
+        self.windows = windows
         self._digest = digest
-        self._root = Entry(hashlib.sha256(b"paged").digest(), 0, b"", None)
+        self._roots: dict[bytes, Entry] = {}  # those that have children
         self._entries: dict[bytes, Entry] = {}
         self._by_page: dict[int, Entry] = {}
-        self._idle: OrderedDict[int, Entry] = OrderedDict()  # pages without an owner, least recently used first
+        # Pages without an owner, the next to go first: those of unpinned entries, then those of pinned ones.
+        self._idle: OrderedDict[int, Entry] = OrderedDict()
+        self._pinned_idle: OrderedDict[int, Entry] = OrderedDict()
+        self._pins: dict[Entry, float] = {}  # entry -> when it ends
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Pages that can be found."""
+        return len(self._by_page)
 
     def entry(self, page: int) -> Entry | None:
         """What the page is found by; None if it cannot be found."""
         return self._by_page.get(page)
 
+    def findable(self, pages: Iterable[int]) -> list[int]:
+        """Those of the pages that can be found."""
+        by_page = self._by_page
+        return [page for page in pages if page in by_page]
+
     @property
     def num_idle(self) -> int:
-        return len(self._idle)
+        return len(self._idle) + len(self._pinned_idle)
 
-    def match(self, tokens: Tokens) -> list[Entry]:
+    def match(self, tokens: Tokens, namespace: bytes = DEFAULT) -> list[Entry]:
         """The entries of the longest cached prefix of `tokens`, int32 [n], never its last token. Changes nothing."""
+        parent = self._roots.get(namespace)
+        if parent is None:
+            return []
         found: list[Entry] = []
-        parent = self._root
+        entries, digest = self._entries, self._digest
         for chunk in self._full_pages(tokens, 0, len(tokens) - 1):
-            entry = self._entries.get(self._digest(parent.digest, chunk))
+            entry = entries.get(digest(parent.digest, chunk))
             if entry is None or entry.tokens != chunk or entry.parent is not parent:
                 break
             found.append(entry)
             parent = entry
-        return found
+        return found[: self.usable(found)]
 
-    def publish(self, tokens: Tokens, pages: list[int], chain: list[Entry], num_computed: int) -> None:
+    def usable(self, chain: list[Entry]) -> int:
+        """How many of the first entries of `chain` make the longest hit that is whole in every group."""
+        if len(self.windows) == 1 and self.windows[0] is None:
+            return len(chain)  # an entry of a group of full attention has its page
+        best, runs = 0, [0] * len(self.windows)
+        for length, entry in enumerate(chain, 1):
+            whole = True
+            for group, window in enumerate(self.windows):
+                runs[group] = runs[group] + 1 if entry.pages[group] else 0
+                seen = first_page(length * self.page_size, window, self.page_size)
+                whole &= runs[group] >= length - seen
+            best = length if whole else best
+        return best
+
+    def digests(self, tokens: Tokens, chain: list[Entry], namespace: bytes = DEFAULT) -> Iterator[bytes]:
+        """The digests of the full pages of `tokens` after those of `chain`."""
+        parent = chain[-1].digest if chain else self._new_root(namespace).digest
+        for chunk in self._full_pages(tokens, len(chain) * self.page_size, len(tokens)):
+            parent = self._digest(parent, chunk)
+            yield parent
+
+    def publish(
+        self,
+        tokens: Tokens,
+        tables: list[list[int]],
+        chain: list[Entry],
+        num_computed: int,
+        namespace: bytes = DEFAULT,
+        known: SequenceOf[bytes] = (),
+    ) -> list[Duplicate]:
         """Make the full pages among the first `num_computed` tokens findable, and add their entries to `chain`.
 
-        tokens: int32 [n >= num_computed]; pages: the sequence's block table; chain: the entries of its first
-        len(chain) pages. A page whose content is cached already in another page stays private, and the chain goes on
-        with that other one. Where an ancestor was forgotten, or a digest collides, nothing more can be found by a
-        prompt, so nothing more is published.
+        tokens: int32 [n >= num_computed]; tables[group]: the sequence's pages, from index len(chain) on; chain: the
+        entries of its first len(chain) pages; known: digests of the next pages, as far as the caller has them. Returns
+        the pages whose content is cached already in another. Where an ancestor was forgotten, or a digest collides,
+        nothing more can be found by a prompt, so no more is published.
         """
-        first = len(chain)
         if chain and not chain[-1].live:
-            return
-        for i, chunk in enumerate(self._full_pages(tokens, first * self.page_size, num_computed), first):
-            parent = chain[-1] if chain else self._root
-            digest = self._digest(parent.digest, chunk)
+            return []
+        parent = chain[-1] if chain else self._roots.get(namespace) or self._new_root(namespace)
+        duplicates: list[Duplicate] = []
+        first = len(chain)
+        chunks = self._full_pages(tokens, first * self.page_size, num_computed)
+        for i, (chunk, pages) in enumerate(zip(chunks, zip(*tables))):  # noqa: B905 - strict costs a third
+            digest = known[i] if i < len(known) else self._digest(parent.digest, chunk)
             entry = self._entries.get(digest)
             if entry is None:
-                entry = Entry(digest, pages[i], chunk, parent)
-                self._entries[digest] = self._by_page[pages[i]] = entry
-                parent.children.add(entry)
+                entry = self._entries[digest] = Entry(digest, chunk, parent, pages)
+                if parent.parent is None:
+                    self._roots[namespace] = parent
+                for page in pages:
+                    if page:
+                        self._by_page[page] = entry
             elif entry.tokens != chunk or entry.parent is not parent:
-                return
+                break
+            elif entry.pages != pages:
+                duplicates += self._join(entry, first + i, pages)
             chain.append(entry)
+            parent = entry
+        return duplicates
 
-    def park(self, page: int) -> None:
-        """The page has lost its last owner: it may be evicted, after all that were parked before.
+    def _join(self, entry: Entry, index: int, pages: tuple[int, ...]) -> list[Duplicate]:
+        """The same content in other pages: those that the entry has not are its own from now on."""
+        known = entry.pages
+        entry.pages = tuple(have or page for have, page in zip(known, pages, strict=True))
+        for have, page in zip(known, pages, strict=True):
+            if page and not have:
+                self._by_page[page] = entry
+        both = enumerate(zip(known, pages, strict=True))
+        return [Duplicate(group, index, have) for group, (have, page) in both if have and page and have != page]
 
-        Whoever parks pages of a sequence, the last first, touches the last one's entry afterwards.
+    def park(self, pages: Iterable[int]) -> None:
+        """These pages have lost their last owner: they may be evicted, in this order, after all parked before.
+
+        Whoever parks pages of a sequence parks the last first.
         """
-        self._idle[page] = self._by_page[page]
+        idle, by_page = self._idle, self._by_page
+        for page in pages:
+            entry = by_page[page]
+            if self._pins and entry in self._pins:
+                self._pinned_idle[page] = entry
+            else:
+                idle[page] = entry
 
-    def unpark(self, page: int) -> None:
-        """The page has an owner (again)."""
-        self._idle.pop(page, None)
+    def unpark(self, pages: Iterable[int]) -> None:
+        """These pages have an owner (again)."""
+        for page in pages:
+            if self._idle.pop(page, None) is None:
+                self._pinned_idle.pop(page, None)
 
     def touch(self, entry: Entry | None) -> None:
         """Count a use of the entry, then of each of its ancestors: without an owner they are the last to go."""
         while entry is not None and entry.live:
-            if entry.page in self._idle:
-                self._idle.move_to_end(entry.page)
+            queue = self._pinned_idle if entry in self._pins else self._idle
+            for page in entry.pages:
+                if page in queue:
+                    queue.move_to_end(page)
             entry = entry.parent
 
-    def evict(self) -> list[int]:
-        """Forget the least recently used page without an owner, and what only it leads to.
+    def pin(self, chain: list[Entry], until: float) -> None:
+        """Let the pages of `chain`, which begins at a namespace, go after all that are not pinned, until that time.
 
-        Returns the pages that are nobody's now: that page first. Raises KeyError if every page has an owner.
+        Of two pins of an entry the later end counts. What the time is, only the caller of `expire` knows.
         """
-        page = next(iter(self._idle), None)
-        if page is None:
-            raise KeyError("no page without an owner")
-        return self._forget(self._by_page[page])
+        for entry in chain:
+            self._pins[entry] = max(until, self._pins.get(entry, until))
+        self._requeue(chain)
+
+    def expire(self, now: float) -> None:
+        """End the pins whose time has come."""
+        over = [entry for entry, until in self._pins.items() if until <= now]
+        for entry in over:
+            del self._pins[entry]
+        self._requeue(over)  # a pin names parents first, and they stand in the order in which they were first pinned
+
+    def evict(self, least: int = 1) -> list[int]:
+        """Give up the least recently used pages without an owner, and what only they lead to, until there are `least`.
+
+        Returns the pages that are nobody's now. Raises KeyError if every page has an owner.
+        """
+        nobodys: list[int] = []
+        one_group = len(self.windows) == 1
+        while len(nobodys) < least:
+            queue = self._idle or self._pinned_idle
+            if not queue:
+                raise KeyError("no page without an owner")
+            page, entry = queue.popitem(last=False)
+            nobodys.append(page)
+            del self._by_page[page]
+            group = 0 if one_group else entry.pages.index(page)
+            entry.pages = (0,) if one_group else tuple(0 if other == page else other for other in entry.pages)
+            if self.windows[group] is None and not (one_group and entry.child is None):
+                nobodys += self._forget(entry)
+            else:
+                self._prune(entry)
+        return nobodys
+
+    def reset(self) -> list[int]:
+        """Forget everything. Returns the pages that had no owner, which are nobody's now."""
+        first = [entry for root in self._roots.values() for entry in root.children]
+        return [page for entry in first for page in self._forget(entry)]
 
     def check(self) -> None:
         """Prove INV-1 to INV-3 from scratch. Raises InvariantError, which names the invariant and the page."""
-        for key, entry in self._entries.items():
+        found: dict[int, Entry] = {}
+        for digest, entry in self._entries.items():
             parent = entry.parent
-            if parent is None or (parent is not self._root and self._entries.get(parent.digest) is not parent):
-                raise InvariantError(f"prefix cache INV-1: the parent of page {entry.page} is not an entry")
-            if entry not in parent.children or not entry.live:
-                raise InvariantError(f"prefix cache INV-1: page {entry.page} is not a child of its parent")
-            if self._by_page.get(entry.page) is not entry:
-                raise InvariantError(f"prefix cache INV-2: page {entry.page} leads to another entry")
-            if not key == entry.digest == self._digest(parent.digest, entry.tokens):
-                raise InvariantError(f"prefix cache INV-2: page {entry.page} is not under the digest of its tokens")
-        known = {self._root, *self._entries.values()}
-        children = sum(len(entry.children) for entry in known)
-        if not len(self._by_page) == len(self._entries) == children:
-            raise InvariantError(
-                f"prefix cache INV-2: {len(self._entries)} entries, {len(self._by_page)} pages, {children} children"
-            )
-        order = {entry: i for i, entry in enumerate(self._idle.values())}
-        for page, entry in self._idle.items():
-            if self._by_page.get(page) is not entry:
-                raise InvariantError(f"prefix cache INV-2: idle page {page} has no entry")
-            if entry.parent in order and order[entry.parent] < order[entry]:
-                raise InvariantError(f"prefix cache INV-3: idle page {page} would outlive its parent")
+            if not entry.live or entry.digest != digest or parent is None or entry not in parent.children:
+                raise InvariantError(f"prefix cache INV-1: {entry} is not a child of its parent {parent}")
+            if digest != self._digest(parent.digest, entry.tokens):
+                raise InvariantError(f"prefix cache INV-1: {entry} does not follow its parent {parent}")
+            if parent.parent is None:
+                if self._roots.get(parent.tokens) is not parent:
+                    raise InvariantError(f"prefix cache INV-1: {entry} lies in a namespace that cannot be found")
+            elif self._entries.get(parent.digest) is not parent:
+                raise InvariantError(f"prefix cache INV-1: the parent of {entry} cannot be found")
+            if entry.child is None and not any(entry.pages):
+                raise InvariantError(f"prefix cache INV-2: {entry} holds nothing and leads nowhere")
+            for page in entry.pages:
+                if page and found.setdefault(page, entry) is not entry:
+                    raise InvariantError(f"prefix cache INV-2: page {page} belongs to two entries")
+        if not self._pins.keys() <= set(self._entries.values()):
+            raise InvariantError("prefix cache INV-2: an entry is pinned that cannot be found")
+        if found != self._by_page:
+            page = min(page for page in {*found, *self._by_page} if found.get(page) is not self._by_page.get(page))
+            raise InvariantError(f"prefix cache INV-2: pages and entries do not agree on page {page}")
+        for parent in (*self._roots.values(), *self._entries.values()):
+            left = None
+            for child in parent.children:
+                if child.left is not left:
+                    raise InvariantError(f"prefix cache INV-2: {child} and its siblings do not agree on their order")
+                left = child
+                if self._entries.get(child.digest) is not child or child.parent is not parent:
+                    raise InvariantError(f"prefix cache INV-2: {child} is a child, but cannot be found")
+        self._check_order()
+
+    def _check_order(self) -> None:
+        gone: set[int] = set()
+        for queue, pinned in ((self._idle, False), (self._pinned_idle, True)):
+            for page, entry in queue.items():
+                if self._by_page.get(page) is not entry or (entry in self._pins) != pinned:
+                    raise InvariantError(f"prefix cache INV-2: page {page} is idle, and not where {entry} belongs")
+                assert entry.parent is not None
+                group = entry.pages.index(page)
+                if self.windows[group] is None and entry.parent.pages[group] in gone:
+                    raise InvariantError(f"prefix cache INV-3: idle page {page} would outlive its parent")
+                gone.add(page)
+
+    def is_pinned(self, entry: Entry) -> bool:
+        return entry in self._pins
 
     def idle_pages(self) -> Iterator[int]:
         """Pages without an owner, the next to be evicted first."""
-        return iter(self._idle)
+        yield from self._idle
+        yield from self._pinned_idle
 
     def _full_pages(self, tokens: Tokens, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of each full page between `start` (a multiple of the page size) and `stop`."""
-        raw = np.ascontiguousarray(tokens[: max(stop, 0)], dtype="<i4").tobytes()
+        tokens = tokens[start : max(stop, 0)]
+        raw = (tokens if tokens.dtype == "<i4" else tokens.astype("<i4")).tobytes()
         size = self.page_size * 4
-        for begin in range(start * 4, len(raw) - size + 1, size):
+        for begin in range(0, len(raw) - size + 1, size):
             yield raw[begin : begin + size]
+
+    def _new_root(self, namespace: bytes) -> Entry:
+        return Entry(hashlib.sha256(namespace).digest(), namespace, None, (0,) * len(self.windows))
+
+    def _requeue(self, entries: list[Entry]) -> None:
+        """Put the idle pages of entries, the parents first, where they belong now: as used last, the tail first."""
+        for entry in reversed(entries):
+            for page in entry.pages:
+                if page in self._idle or page in self._pinned_idle:
+                    self.unpark((page,))
+                    self.park((page,))
 
     def _forget(self, entry: Entry) -> list[int]:
         """Drop the entry and its descendants; the pages among them that had no owner, its own first."""
@@ -181,11 +386,30 @@ class PrefixCache:
         stack = [entry]
         while stack:
             gone = stack.pop()
-            gone.live = False
-            assert gone.parent is not None
-            gone.parent.children.discard(gone)
+            for page in gone.pages:
+                if page:
+                    del self._by_page[page]
+                    if self._idle.pop(page, None) is not None or self._pinned_idle.pop(page, None) is not None:
+                        nobodys.append(page)
+            gone.pages = (0,) * len(gone.pages)
             stack.extend(gone.children)
-            del self._entries[gone.digest], self._by_page[gone.page]
-            if self._idle.pop(gone.page, None) is not None:
-                nobodys.append(gone.page)
+            gone.child = None
+            if gone is not entry:
+                self._drop(gone)
+        self._prune(entry)
         return nobodys
+
+    def _prune(self, entry: Entry) -> None:
+        """Drop an entry that holds nothing and leads nowhere, then its parent if that is so there too."""
+        while entry.parent is not None and entry.child is None and not any(entry.pages):
+            self._drop(entry)
+            entry.leave_parent()
+            entry = entry.parent
+        if entry.parent is None and entry.child is None:
+            self._roots.pop(entry.tokens, None)
+
+    def _drop(self, entry: Entry) -> None:
+        entry.live = False
+        if self._pins:
+            self._pins.pop(entry, None)
+        del self._entries[entry.digest]

@@ -88,7 +88,9 @@ def generate(
 
     llm = LLM.from_config(config)
     wanted: Any = [{"role": "user", "content": prompt}] if chat else prompt
-    for output in llm.stream(wanted, params, chat=chat):
+    outputs = llm.stream(wanted, params, chat=chat)
+    print(f"paged: {llm.plan.sizing}", file=sys.stderr)
+    for output in outputs:
         print(output.outputs[0].text, end="", flush=True)
     print()
 
@@ -109,6 +111,7 @@ def batch(
     from scheduler.llm import LLM
 
     llm = LLM.from_config(config)
+    print(f"paged: {llm.plan.sizing}", file=sys.stderr)
     with _Bar(total) as bar:
         progress = run_job(llm, input_path, output_path, overwrite=overwrite, on_progress=bar.update)
     _print_summary(progress, output_path)
@@ -134,17 +137,9 @@ def info(*, config: EngineConfig) -> None:
         ("page size", f"{it.page_size} tokens"),
         ("kv memory", f"{it.kv_bytes / 2**30:.2f} GiB allowed ({config.kv_memory})"),
     ]
-    if it.num_pages is not None and it.bytes_per_token is not None and it.max_model_len is not None:
-        tokens = (it.num_pages - 1) * it.page_size
-        held = it.num_pages * it.page_size * it.bytes_per_token
-        fit = (it.num_pages - 1) // -(-it.max_model_len // it.page_size)
-        rows += [
-            ("bytes per token", f"{it.bytes_per_token:,}"),
-            ("pages", f"{it.num_pages - 1:,} and the null page ({held / 2**30:.2f} GiB), {tokens:,} tokens"),
-            ("fits", f"{fit:,} sequences of max_model_len {it.max_model_len:,}"),
-        ]
-    else:
-        rows.append(("pages", "not known before the model is here"))
+    if it.layout is not None:
+        rows.append(("bytes per token", f"{it.layout.bytes_per_token:,}"))
+    rows.append(("pool", it.sizing))
     for name, value in rows:
         print(f"{name:18} {value}")
 

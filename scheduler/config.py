@@ -25,7 +25,7 @@ class EngineConfig:
 
     model: str = _setting("smollm2", "built-in name, directory, .gguf file, or hub id")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16; auto is bfloat16 where native")
-    kv_memory: str | int = _setting("30%", "bytes for pages: 2GiB, 512MiB, or a share of what may be used: 30%")
+    kv_memory: str | int = _setting("30%", "bytes for pages: 2GiB, or a share of memory for pages and model: 30%")
     page_size: int | None = _setting(None, "tokens a page, a power of two from 1 to 256 [16 on CPU, 64 on CUDA]")
     max_model_len: int | None = _setting(None, "longest sequence, prompt and output [the model's]")
     max_num_seqs: int = _setting(64, "most sequences in a step")
@@ -65,11 +65,11 @@ class EngineConfig:
             raise ConfigError(f"page_size must be a power of two from 1 to 256, not {self.page_size}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
-        parse_memory(self.kv_memory, available=0)
+        parse_memory(self.kv_memory)
 
 
-def parse_memory(value: str | int, available: int) -> int:
-    """`kv_memory` in bytes: a number, one with a unit (`512MiB`), or a share of `available` bytes (`30%`)."""
+def parse_memory(value: str | int) -> int | float:
+    """`kv_memory`: bytes as an int, from a number with or without a unit (`512MiB`), or a share as a float (`30%`)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", str(value))
     unit = match[2].upper() if match else "?"
     if match is None or (unit != "%" and unit not in _UNITS):
@@ -77,7 +77,7 @@ def parse_memory(value: str | int, available: int) -> int:
     amount = float(match[1])
     if amount <= 0 or (unit == "%" and amount > 100):
         raise ConfigError(f"kv_memory must be more than nothing and at most 100%, not {value!r}")
-    return int(available * amount / 100) if unit == "%" else int(amount * _UNITS[unit])
+    return amount / 100 if unit == "%" else int(amount * _UNITS[unit])
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +15,9 @@ import numpy.typing as npt
 from paged.errors import RequestError
 from paged.manager import KVCacheManager
 from scheduler import policy
+from scheduler.beam import BeamSearchParams
 from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
-from scheduler.request import Request, Sequence
+from scheduler.request import Family, Request, Sequence, State, TextSink
 from scheduler.scheduler import Scheduler
 from scheduler.text import TextStream, Tokenizer
 from worker.executor import Executor
@@ -22,34 +27,32 @@ from worker.step import SamplingParams
 class Engine:
     """Serves requests over one executor.
 
-    eos_token_ids: end of a sequence unless ignore_eos. vocab_size: rows of the model's embedding. tokenizer: None where
-    only token ids go in and out; stop strings are refused then. seed: draws the seeds of requests that bring none; None
-    takes them from the system.
+    limits: what bounds a request; its number of pages is the executor's. eos_token_ids: end of a sequence unless
+    ignore_eos. vocab_size: rows of the model's embedding. tokenizer: None where only token ids go in and out; stop
+    strings are refused then. seed: draws the seeds of requests that bring none; None takes them from the system.
     """
 
     def __init__(
         self,
         executor: Executor,
         tokenizer: Tokenizer | None,
+        limits: policy.Limits,
         *,
-        page_size: int,
-        max_model_len: int,
         vocab_size: int,
         eos_token_ids: SequenceOf[int] = (),
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
         seed: int | None = None,
     ) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
+        self.limits = limits
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        manager = KVCacheManager(executor.num_pages, page_size, enable_prefix_caching)
-        self.scheduler = Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+        manager = KVCacheManager(executor.num_pages, limits.page_size, enable_prefix_caching, limits.windows)
+        self.scheduler = Scheduler(manager, limits)
         self._seeds = random.Random(seed)
-        self._streams: dict[int, int] = {}  # of each streaming sequence, how many tokens were given out
+        # Of each streaming request and sequence: tokens that were given out, None once its end was.
+        self._streams: dict[str, dict[int, int | None]] = {}
 
     @property
     def has_work(self) -> bool:
@@ -63,54 +66,63 @@ class Engine:
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that can be computed at all, in tokens."""
-        manager = self.scheduler.manager
-        return policy.longest_prompt(self.max_model_len, manager.num_usable * manager.page_size)
+        return self.limits.longest_prompt
 
     def add(
         self,
         request_id: str,
         prompt_token_ids: SequenceOf[int] | npt.NDArray[np.int32],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         prompt: str | None = None,
         chat: bool = False,
         stream: bool = False,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request. `stream` makes every step give what is new of it; else only its end is given.
 
-        Raises RequestError, which names the field, for an id in use and for what can never fit.
+        cache_salt: share pages only with requests of the same salt. Raises RequestError, which names the field, for an
+        id in use and for what can never fit.
         """
-        request = self.resolve(request_id, prompt_token_ids, params, prompt=prompt, chat=chat)
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, params)
-        sequence = self.scheduler.add(request, text)
+        request = self.resolve(
+            request_id, prompt_token_ids, params, prompt=prompt, chat=chat, cache_salt=cache_salt
+        )
+        if stream and request.beams:
+            raise RequestError("a beam search cannot be streamed: until its end every beam may still lose", "stream")
+        tokenizer = self.tokenizer
+        self.scheduler.add(request, None if tokenizer is None else lambda: TextStream(tokenizer, request.params))
         if stream:
-            self._streams[sequence.seq_id] = 0
+            self._streams[request_id] = {}
 
     def resolve(
         self,
         request_id: str,
         prompt_token_ids: SequenceOf[int] | npt.NDArray[np.int32],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         prompt: str | None = None,
         chat: bool = False,
+        cache_salt: str | None = None,
     ) -> Request:
         """The request with every default filled in; checks all that `add` checks but the id, and queues nothing."""
         tokens = self._checked(prompt_token_ids)
-        if params.stop_strings and self.tokenizer is None:
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt must be a string that is not empty, not {cache_salt!r:.80}", "cache_salt")
+        beams = params if isinstance(params, BeamSearchParams) else None
+        sampling = params if isinstance(params, SamplingParams) else _greedy(params)
+        if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none", "stop")
-        manager = self.scheduler.manager
-        max_tokens = policy.resolve_max_tokens(
-            len(tokens), params.max_tokens, chat, self.max_model_len, manager.num_usable, manager.page_size
-        )
+        num_sequences = sampling.n if beams is None else beams.beam_width
         return Request(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=tokens,
-            params=params,
-            max_tokens=max_tokens,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            params=sampling,
+            max_tokens=policy.resolve_max_tokens(len(tokens), sampling.max_tokens, chat, self.limits, num_sequences),
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
+            cache_salt=cache_salt,
+            beams=beams,
         )
 
     def step(self) -> list[RequestOutput]:
@@ -118,6 +130,7 @@ class Engine:
 
         If the worker raises, so does this: the step counts for nothing, every request goes on with the next one.
         """
+        self.scheduler.manager.expire(time.monotonic())
         try:
             step = self.scheduler.schedule()
             if step is None:
@@ -128,15 +141,33 @@ class Engine:
             self.scheduler.fail()
             raise
         outputs = []
-        for sequence in changed:
-            if sequence.finish_reason is not None or sequence.seq_id in self._streams:
-                outputs.append(self._output(sequence))
+        for family in changed:
+            if family.state is State.FINISHED or family.request.request_id in self._streams:
+                outputs.append(self._output(family))
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, at any moment; its last output. None if it is not known or has ended already."""
-        sequence = self.scheduler.abort(request_id)
-        return None if sequence is None else self._output(sequence)
+        family = self.scheduler.abort(request_id)
+        return None if family is None else self._output(family)
+
+    def pin(self, prompt_token_ids: SequenceOf[int], seconds: float, cache_salt: str | None = None) -> int:
+        """Keep what is cached of a prompt for so long, if anything else can be given up instead. Its tokens."""
+        tokens = np.append(self._checked(prompt_token_ids), np.int32(0))  # the last token is never matched
+        return self.scheduler.manager.pin(tokens, time.monotonic() + seconds, self.scheduler.namespace(cache_salt))
+
+    def update_weights(self, path: Path, replaced: Mapping[str, Any]) -> None:
+        """Go on with the weights in the folder `path`, tensors in `replaced` by name put in place of its own.
+
+        Nothing that was computed with the old ones is used again: the prefix cache begins anew, and running requests
+        keep their tokens and compute K and V again. Raises CheckpointError, and changes nothing, for what does not fit.
+        """
+        self.executor.update_weights(path, replaced)
+        self.scheduler.new_weights()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.scheduler.manager.reset()
 
     def close(self) -> None:
         """Abort what is left and let go of the worker."""
@@ -152,36 +183,46 @@ class Engine:
                 raise RequestError(f"token id {token} is not one of the model's, 0 to {self._vocab_size - 1}", "prompt")
         return np.asarray(prompt_token_ids, dtype=np.int32)
 
-    def _output(self, sequence: Sequence) -> RequestOutput:
-        request, finished = sequence.request, sequence.finish_reason is not None
-        shown = self._streams.get(sequence.seq_id)
-        text = sequence.text
-        assert text is None or isinstance(text, TextStream)
-        if shown is None:
-            first, new_text = 0, "" if text is None else text.text
-        else:
-            first, new_text = shown, "" if text is None else text.take_delta()
-            self._streams[sequence.seq_id] = sequence.num_output
+    def _output(self, family: Family) -> RequestOutput:
+        request = family.request
+        given = self._streams.get(request.request_id)
+        finished = family.state is State.FINISHED
+        outputs = []
+        for sequence in family.sequences:
+            if given is None:
+                outputs.append(self._completion(sequence, 0, None))
+                continue
+            first = given.get(sequence.index, 0)
+            if first is not None and (sequence.num_output > first or sequence.finish_reason is not None):
+                outputs.append(self._completion(sequence, first, sequence.text))
+                given[sequence.index] = sequence.num_output if sequence.finish_reason is None else None
         if finished:
-            self._streams.pop(sequence.seq_id, None)
-        wants_logprobs = request.params.logprobs is not None
-        completion = CompletionOutput(
-            index=sequence.index,
-            text=new_text,
-            token_ids=sequence.output_token_ids[first:].tolist(),
-            logprobs=self._logprobs(sequence, first) if wants_logprobs else None,
-            cumulative_logprob=sum(entry.logprob for entry in sequence.logprobs) if wants_logprobs else None,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
+            self._streams.pop(request.request_id, None)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids.tolist(),
-            outputs=[completion],
+            outputs=outputs,
             finished=finished,
-            num_cached_tokens=sequence.num_cached or 0,
-            num_output_tokens=sequence.num_output,
+            num_cached_tokens=family.num_cached or 0,
+            num_output_tokens=sum(sequence.num_output for sequence in family.sequences),
+        )
+
+    def _completion(self, sequence: Sequence, first: int, stream: TextSink | None) -> CompletionOutput:
+        """The sequence from its generated token number `first` on; its text is what is new to `stream`, or all."""
+        text = sequence.text
+        assert text is None or isinstance(text, TextStream)
+        wants_logprobs = sequence.request.params.logprobs is not None
+        total = sum(entry.logprob for entry in sequence.logprobs) if wants_logprobs else sequence.cumulative_logprob
+        return CompletionOutput(
+            index=sequence.index,
+            text="" if text is None else text.text if stream is None else text.take_delta(),
+            token_ids=sequence.output_token_ids[first:].tolist(),
+            logprobs=self._logprobs(sequence, first) if wants_logprobs else None,
+            cumulative_logprob=total,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            score=sequence.score,
         )
 
     def _logprobs(self, sequence: Sequence, first: int) -> list[dict[int, Logprob]]:
@@ -196,3 +237,7 @@ class Engine:
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
+
+def _greedy(beams: BeamSearchParams) -> SamplingParams:
+    """What of a beam search concerns its worker and its text."""
+    return SamplingParams(temperature=0, max_tokens=beams.max_tokens, ignore_eos=beams.ignore_eos)

@@ -10,25 +10,31 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from paged.errors import ConfigError, RequestError
-from paged.layout import KVLayout, available_memory
+from paged.block_table import pages_for
+from paged.errors import CheckpointError, ConfigError, RequestError
+from paged.layout import DTYPE_BYTES, KVLayout
+from paged.sizing import cuda_memory, host_memory, pool_bytes
+from scheduler.beam import BeamSearchParams
 from scheduler.config import EngineConfig, parse_memory
 from scheduler.engine import Engine
 from scheduler.outputs import RequestOutput
+from scheduler.policy import Limits
 from scheduler.text import Tokenizer
 from worker.checkpoints import peek, resolve
 from worker.device import pick_device, pick_dtype, pick_threads
 from worker.model_config import ModelConfig
 from worker.step import SamplingParams
 
-# Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}.
+# Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too.
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, Any]
 Params: TypeAlias = SamplingParams | SequenceOf[SamplingParams] | None
 
@@ -49,9 +55,23 @@ class Plan:
     page_size: int
     max_num_batched_tokens: int
     kv_bytes: int  # that kv_memory allows
-    bytes_per_token: int | None = None
+    layout: KVLayout | None = None
     num_pages: int | None = None  # the null page counted
     max_model_len: int | None = None
+
+    @property
+    def sizing(self) -> str:
+        """In one line, what the pool is and what fits into it."""
+        if self.layout is None or self.num_pages is None or self.max_model_len is None:
+            return "pages are not known before the model is here"
+        layout, usable = self.layout, self.num_pages - 1
+        fit = usable // _most_pages(layout, self.max_model_len)
+        longest = "" if fit else f", the longest that fits has {_longest(layout, self.num_pages, self.max_model_len):,}"
+        return (
+            f"{usable:,} pages and the null page ({self.num_pages * layout.bytes_per_page:,} bytes), "
+            f"{usable * layout.bytes_per_page // layout.bytes_per_token:,} tokens; "
+            f"sequences of max_model_len {self.max_model_len:,} that fit at once: {fit:,}{longest}"
+        )
 
 
 def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
@@ -66,7 +86,9 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
     page_size = config.page_size or (64 if device == "cuda" else 16)
     backend = "sdpa" if config.attention_backend == "auto" else config.attention_backend
     reason = "the fastest here" if config.attention_backend == "auto" else "as set"
-    kv_bytes = parse_memory(config.kv_memory, _memory(device))
+    weights = 0 if model is None else model.num_parameters * DTYPE_BYTES[dtype]
+    memory = cuda_memory() if device == "cuda" else host_memory()
+    kv_bytes = pool_bytes(parse_memory(config.kv_memory), memory, weights)
     known: dict[str, Any] = {}
     if model is not None:
         layout = kv_layout(model, dtype, page_size)
@@ -75,14 +97,16 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
             raise ConfigError(
                 f"max_model_len is {max_model_len}, and the model's positions end at {model.max_model_len}: lower it"
             )
+        one = _most_pages(layout, max_model_len)
         # More pages than the longest sequences of a full step take would never be used.
-        most = config.max_num_seqs * -(-max_model_len // page_size) + 1
-        pages = min(layout.pages_in(kv_bytes), most)
-        known = {
-            "bytes_per_token": layout.bytes_per_token,
-            "num_pages": pages,
-            "max_model_len": max_model_len,
-        }
+        pages = min(layout.pages_in(kv_bytes), config.max_num_seqs * one + 1)
+        if config.max_model_len and pages <= one:  # the model's own may be too long: requests are refused one by one
+            longest = _longest(layout, pages, max_model_len)
+            raise ConfigError(
+                f"max_model_len {max_model_len:,} needs {(one + 1) * layout.bytes_per_page:,} bytes of pages, and "
+                f"kv_memory gives {kv_bytes:,}: lower it to {longest:,}, the longest that fits, or raise kv_memory"
+            )
+        known = {"layout": layout, "num_pages": pages, "max_model_len": max_model_len}
     return Plan(
         device=device,
         dtype=dtype,
@@ -101,7 +125,18 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
 
 
 def kv_layout(model: ModelConfig, dtype: str, page_size: int) -> KVLayout:
-    return KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype, page_size)
+    return KVLayout.of(model.layer_windows, model.num_kv_heads, model.head_dim, dtype, page_size)
+
+
+def _most_pages(layout: KVLayout, num_tokens: int) -> int:
+    """Pages that one sequence of `num_tokens` tokens takes at most, over all groups."""
+    return len(layout.windows) * pages_for(num_tokens, layout.page_size)
+
+
+def _longest(layout: KVLayout, num_pages: int, max_model_len: int) -> int:
+    """Tokens of the longest sequence that fits into a pool of `num_pages`, the null page counted."""
+    lengths = range(max_model_len + 1)
+    return bisect_right(lengths, num_pages - 1, key=lambda length: _most_pages(layout, length)) - 1
 
 
 class LLM:
@@ -125,7 +160,10 @@ class LLM:
         self.config = config
         self.plan = plan(config, checkpoint.config)
         self.model_name = checkpoint.name
+        self._path, self._model = checkpoint.path, checkpoint.config
         self.tokenizer = Tokenizer.from_dir(checkpoint.path)
+        layout = self.plan.layout
+        assert layout is not None
         assert self.plan.num_pages is not None
         assert self.plan.max_model_len is not None
 
@@ -134,7 +172,7 @@ class LLM:
         executor = load_executor(
             checkpoint.path,
             checkpoint.config,
-            kv_layout(checkpoint.config, self.plan.dtype, self.plan.page_size),
+            layout,
             num_pages=self.plan.num_pages,
             max_model_len=self.plan.max_model_len,
             device=self.plan.device,
@@ -144,12 +182,16 @@ class LLM:
         self.engine = Engine(
             executor,
             self.tokenizer,
-            page_size=self.plan.page_size,
-            max_model_len=self.plan.max_model_len,
+            Limits(
+                self.plan.max_model_len,
+                executor.num_pages - 1,
+                layout.page_size,
+                layout.windows,
+                config.max_num_seqs,
+                self.plan.max_num_batched_tokens,
+            ),
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.config.eos_token_ids,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=self.plan.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
         )
@@ -176,6 +218,41 @@ class LLM:
         """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of conversations."""
         return self._in_order(self._requests(messages, sampling_params, chat=True))
 
+    def beam_search(self, prompts: Prompt | SequenceOf[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The `beam_width` likeliest continuations that a beam search finds for each prompt, best first.
+
+        Scores and order are those of transformers' `num_beams`. Beams share the pages of what they have in common.
+        """
+        return self._in_order(self._requests(prompts, params, chat=False))
+
+    def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
+        """Replace the weights, as after a training step: the folder of a checkpoint, or tensors by Hugging Face name.
+
+        Tensors take the place of those of the checkpoint loaded last; what is not named is as it is there. Prefixes
+        cached with the old weights are never used again, and requests under way recompute theirs. Raises
+        CheckpointError, and changes nothing, for another architecture, a name or a shape that is not the model's.
+        """
+        if isinstance(weights, Mapping):
+            self.engine.update_weights(self._path, weights)
+            return
+        checkpoint = resolve(str(weights))
+        if replace(checkpoint.config, dtype=self._model.dtype) != self._model:
+            raise CheckpointError(f"{weights} is not a checkpoint of the model that is loaded: its config differs")
+        self.engine.update_weights(checkpoint.path, {})
+        self._path = checkpoint.path
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine.reset_prefix_cache()
+
+    def pin(self, prompt: Prompt, seconds: float) -> int:
+        """Keep what is cached of a prompt's beginning for so long, if anything else can be given up instead.
+
+        Returns how many tokens of it are cached.
+        """
+        _, tokens = self.tokens(prompt, chat=False)
+        return self.engine.pin(tokens, seconds, _salt(prompt))
+
     def stream(
         self, prompt: Prompt | SequenceOf[Any], sampling_params: SamplingParams | None = None, *, chat: bool = False
     ) -> Iterator[RequestOutput]:
@@ -187,10 +264,11 @@ class LLM:
         """Let go of the model and its memory."""
         self.engine.close()
 
-    def _requests(self, prompts: Any, sampling_params: Params, chat: bool) -> list[_Wanted]:
+    def _requests(self, prompts: Any, sampling_params: Params | BeamSearchParams, chat: bool) -> list[_Wanted]:
         """Every prompt tokenised and checked, before the first is queued."""
         items = [prompts] if _is_one(prompts, chat) else list(prompts)
-        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+        params: list[SamplingParams | BeamSearchParams]
+        if isinstance(sampling_params, (SamplingParams, BeamSearchParams)) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(items)
         else:
             params = list(sampling_params)
@@ -200,10 +278,11 @@ class LLM:
         for i, (item, param) in enumerate(zip(items, params, strict=True)):
             try:
                 text, tokens = self.tokens(item, chat)
-                self.engine.resolve("", tokens, param, chat=chat)
+                salt = _salt(item)
+                self.engine.resolve("", tokens, param, chat=chat, cache_salt=salt)
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}", error.param) from None
-            wanted.append(_Wanted(text, tokens, param, chat))
+            wanted.append(_Wanted(text, tokens, param, chat, salt))
         return wanted
 
     def tokens(self, prompt: Any, chat: bool) -> tuple[str | None, Any]:
@@ -238,7 +317,15 @@ class LLM:
         try:
             for i, one in enumerate(wanted):
                 request_id = f"llm-{next(self._ids)}"
-                self.engine.add(request_id, one.tokens, one.params, prompt=one.text, chat=one.chat, stream=stream)
+                self.engine.add(
+                    request_id,
+                    one.tokens,
+                    one.params,
+                    prompt=one.text,
+                    chat=one.chat,
+                    stream=stream,
+                    cache_salt=one.cache_salt,
+                )
                 numbers[request_id] = i
             while numbers:
                 mine = [request_id for request_id in numbers if request_id in self._mail]
@@ -261,8 +348,14 @@ class _Wanted:
 
     text: str | None
     tokens: Any
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     chat: bool
+    cache_salt: str | None
+
+
+def _salt(prompt: Any) -> str | None:
+    """`cache_salt` of a prompt that is a dict, as in vLLM."""
+    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
 
 
 def _is_one(prompts: Any, chat: bool) -> bool:
@@ -271,11 +364,3 @@ def _is_one(prompts: Any, chat: bool) -> bool:
         return True
     first = prompts[0] if len(prompts) else None
     return isinstance(first, Mapping) if chat else isinstance(first, (int, np.integer))
-
-
-def _memory(device: str) -> int:
-    if device == "cpu":
-        return available_memory()
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0])

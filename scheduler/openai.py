@@ -1,4 +1,4 @@
-"""OpenAI's request bodies to ours, and our answers to OpenAI's: completions and chat completions, one choice each."""
+"""OpenAI's request bodies to ours, and our answers to OpenAI's: completions and chat completions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Fields that mean the same here, by our name; vLLM's additions to OpenAI's included.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "n"),
 )
 # Fields of which only the value that changes nothing is supported.
-_FIXED: dict[str, Any] = {"n": 1, "stream": False, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+_FIXED: dict[str, Any] = {"stream": False, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
 _FIXED_COMPLETIONS: dict[str, Any] = {"echo": False, "best_of": 1, "suffix": ""}
 _IGNORED = ("model", "user", "metadata", "store")
 
@@ -85,21 +85,23 @@ def answer_body(
     output: RequestOutput, params: SamplingParams, chat: bool, model: str, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """The body of the answer to a request with these parameters."""
-    completion = output.outputs[0]
-    choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason}
-    if chat:
-        choice["message"] = {"role": "assistant", "content": completion.text}
-        choice["logprobs"] = _logprobs_of_chat(completion, params.logprobs)
-    else:
-        choice["text"] = completion.text
-        choice["logprobs"] = _logprobs_of_completion(completion, params, tokenizer)
-    prompt_tokens, output_tokens = len(output.prompt_token_ids), len(completion.token_ids)
+    choices = []
+    for completion in output.outputs:
+        choice: dict[str, Any] = {"index": completion.index, "finish_reason": completion.finish_reason}
+        if chat:
+            choice["message"] = {"role": "assistant", "content": completion.text}
+            choice["logprobs"] = _logprobs_of_chat(completion, params.logprobs)
+        else:
+            choice["text"] = completion.text
+            choice["logprobs"] = _logprobs_of_completion(completion, params, tokenizer)
+        choices.append(choice)
+    prompt_tokens, output_tokens = len(output.prompt_token_ids), output.num_output_tokens
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{output.request_id}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": choices,
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,

@@ -34,11 +34,15 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None  # of a beam: its cumulative log-probability over its length, to the length penalty
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one request, or in a stream the part of it that is new."""
+    """The answer to one request, or in a stream the part of it that is new.
+
+    outputs holds every continuation, in order of index (beams best first); in a stream those that have something new.
+    """
 
     request_id: str
     prompt: str | None
@@ -46,12 +50,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache at first admission
-    num_output_tokens: int = 0  # generated so far, in a stream too
+    num_output_tokens: int = 0  # generated so far in all continuations, in a stream too
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine began; `running`, `waiting` and the page counts are of now. Tokens, pages, steps."""
+    """Counters since the engine began; `running`, `waiting` (requests) and the page counts are of now."""
 
     num_steps: int = 0
     running: int = 0
@@ -68,6 +72,11 @@ class EngineStats:
     recomputed_tokens: int = 0  # of those, computed before and lost to a preemption
     preemptions: int = 0
     waste_sum: float = field(default=0.0, repr=False)  # see `waste`
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the prefix cache; each request counts once."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def waste(self) -> float:

@@ -2,45 +2,81 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from paged.block_table import pages_for
+from paged.block_table import Windows, peak_pages
 from paged.errors import RequestError
-from scheduler.request import Sequence
+from scheduler.request import Family
 
 COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default
 
 
-def longest_prompt(max_model_len: int, pool_tokens: int) -> int:
-    """Tokens of the longest prompt that can be computed at all."""
-    return min(max_model_len, pool_tokens)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a request: lengths in tokens, pages that can be handed out, and what a step takes."""
+
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    windows: Windows = (None,)
+    max_num_seqs: int = 1
+    max_num_batched_tokens: int = 1
+
+    def pages(self, num_tokens: int, num_prompt: int = 0, num_sequences: int = 1) -> int:
+        """Most pages that so many sequences of `num_tokens` tokens hold at once.
+
+        They share the prompt's full pages but that of its last token, in groups of full attention; in windowed groups
+        each is counted by itself.
+        """
+        alone = peak_pages(num_tokens, self.page_size, self.windows, self.max_num_batched_tokens)
+        shared = max(num_prompt - 1, 0) // self.page_size * self.windows.count(None)
+        return alone + (num_sequences - 1) * (alone - shared)
+
+    def longest(self, num_prompt: int = 0, num_sequences: int = 1) -> int:
+        """Most tokens, the last sampled one included, that each of so many sequences can come to."""
+        # bisect finds the first length that does not fit
+        fits = range(num_prompt, self.max_model_len)  # tokens whose K and V are stored
+        stored = num_prompt - 1 + bisect_right(
+            fits, self.num_pages, key=lambda tokens: self.pages(tokens, num_prompt, num_sequences)
+        )
+        return min(stored + 1, self.max_model_len)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that can be computed at all."""
+        return bisect_right(range(1, self.max_model_len + 1), self.num_pages, key=self.pages)
 
 
-def resolve_max_tokens(
-    num_prompt: int, max_tokens: int | None, chat: bool, max_model_len: int, num_pages: int, page_size: int
-) -> int:
-    """`max_tokens` of a request, its default filled in. Raises RequestError for what can never fit.
+def resolve_max_tokens(num_prompt: int, max_tokens: int | None, chat: bool, limits: Limits, n: int = 1) -> int:
+    """`max_tokens` of a request of `n` sequences, its default filled in. Raises RequestError for what can never fit.
 
-    num_pages: pages that can be handed out. Prompt and output together must fit max_model_len; all but the last token
-    generated must fit the pool. Unset, it is 16 for a completion and as much as fits for a chat, cut to what fits.
+    Prompt and output together must fit max_model_len; all but the last token generated must fit the pool. Unset, it is
+    16 for a completion and as much as fits for a chat, cut to what fits.
     """
-    pool_tokens = num_pages * page_size
     if num_prompt == 0:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if n > (most := getattr(limits, name)):
+            raise RequestError(f"{n} sequences were asked for, and {name} is {most}: lower n, or raise {name}", "n")
+    max_model_len, pool = limits.max_model_len, f"the pool has {limits.num_pages}"
+    if limits.windows == (None,):
+        pool += f" ({limits.num_pages * limits.page_size} tokens)"
     least = 0 if max_tokens == 0 else 1
     if num_prompt + least > max_model_len:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, and max_model_len is {max_model_len}: shorten it to "
-            f"{min(max_model_len - least, pool_tokens)}, or raise max_model_len if the model allows it",
+            f"{min(max_model_len - least, limits.longest_prompt)}, or raise max_model_len if the model allows it",
             "prompt",
         )
-    if num_prompt > pool_tokens:
+    if (wanted := limits.pages(num_prompt, num_prompt, n)) > limits.num_pages:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens and needs {pages_for(num_prompt, page_size)} pages, the pool has "
-            f"{num_pages} ({pool_tokens} tokens): shorten it, or raise kv_memory",
+            f"the prompt has {num_prompt} tokens and needs {wanted} pages{_for(n)}, {pool}: shorten it, or raise "
+            "kv_memory",
             "prompt",
         )
-    longest = min(max_model_len, pool_tokens + 1) - num_prompt
+    longest = limits.longest(num_prompt, n) - num_prompt
     if max_tokens is None:
         return longest if chat else min(COMPLETION_MAX_TOKENS, longest)
     if num_prompt + max_tokens > max_model_len:
@@ -50,27 +86,26 @@ def resolve_max_tokens(
             "max_tokens",
         )
     if max_tokens > max(longest, 0):
-        wanted = pages_for(num_prompt + max_tokens - 1, page_size)
+        wanted = limits.pages(num_prompt + max_tokens - 1, num_prompt, n)
         raise RequestError(
-            f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} needs {wanted} pages, the pool has "
-            f"{num_pages} ({pool_tokens} tokens): lower max_tokens to {longest}, or raise kv_memory",
+            f"a prompt of {num_prompt} tokens with max_tokens {max_tokens} needs {wanted} pages{_for(n)}, {pool}: "
+            f"lower max_tokens to {longest}, or raise kv_memory",
             "max_tokens",
         )
     return max_tokens
 
 
-def room_wanted(sequence: Sequence, page_size: int) -> int:
-    """Tokens that a sequence should have room for to run: what is known of it and a page of growth, up to its peak."""
-    return min(sequence.num_tokens + page_size, sequence.request.peak_tokens)
+def _for(n: int) -> str:
+    return f" for {n} sequences" if n > 1 else ""
 
 
-def spare_pages(running: Iterable[tuple[Sequence, int]], page_size: int) -> int:
-    """Pages that running sequences are still to take for `room_wanted`; each comes with the pages it has."""
-    return sum(
-        max(0, pages_for(room_wanted(sequence, page_size), page_size) - has) for sequence, has in running
-    )
+def room_wanted(family: Family, limits: Limits) -> int:
+    """Pages that a family should have room for to run: for what is known of it and a page of growth, up to its peak."""
+    request = family.request
+    known = max(sequence.num_tokens for sequence in family.live) + limits.page_size
+    return limits.pages(min(known, request.peak_tokens), len(request.prompt_token_ids), family.seats)
 
 
-def victim(running: Iterable[Sequence]) -> Sequence:
+def victim(running: Iterable[Family]) -> Family:
     """Who gives its pages back when they run out: the one that arrived last, so the first always gets on."""
     return max(running)

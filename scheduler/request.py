@@ -1,14 +1,20 @@
-"""Request and Sequence: what a user submits, and its continuation while it lives.
+"""Request, Sequence, Family: what a user submits, its continuations, and those of one request together.
 
     WAITING ----> RUNNING ----> FINISHED
        |          |     ^           ^
        |          v     |           |
-       |        PREEMPTED ----------|      a preempted sequence has lost its pages, not its tokens
+       |        PREEMPTED ----------|      a preempted family has lost its pages, not its tokens
        '----------------------------'      (abort)
+
+With n > 1 the prompt is computed once, by the first sequence that lives; where only the prompt's last token is missing
+the others fork from it, and each computes that token itself, with random numbers of its own. A beam search has one
+sequence until its first step; from then on the search says which beams go on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -16,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.beam import Beams, BeamSearchParams
 from scheduler.outputs import FinishReason
 from worker.step import Logprobs, SamplingParams
 
@@ -60,38 +67,43 @@ class Request:
     max_tokens: int
     seed: int
     eos_token_ids: frozenset[int]  # the model's own; empty with ignore_eos
+    cache_salt: str | None = None  # pages are shared only with requests of the same salt
+    beams: BeamSearchParams | None = None
 
     @property
     def peak_tokens(self) -> int:
         """Most tokens whose K and V are stored at once: the last token generated is never fed back."""
         return len(self.prompt_token_ids) + max(self.max_tokens - 1, 0)
 
+    @property
+    def num_sequences(self) -> int:
+        """Most sequences that it has at once."""
+        return self.beams.beam_width if self.beams else self.params.n
+
 
 class Sequence:
-    """The continuation of a request. num_computed counts the tokens whose K and V are in pages."""
+    """One continuation of a request. num_computed counts the tokens whose K and V are in pages."""
 
     def __init__(self, seq_id: int, request: Request, text: TextSink | None, index: int = 0) -> None:
         self.seq_id = seq_id
         self.request = request
         self.text = text
         self.index = index
-        self.state = State.WAITING
         self.num_prompt = self.num_tokens = len(request.prompt_token_ids)
         self._tokens = np.empty(self.num_prompt + request.max_tokens, dtype=np.int32)
         self._tokens[: self.num_prompt] = request.prompt_token_ids
         self.num_computed = 0
         self.most_computed = 0  # before any preemption
-        self.num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
         self.known_to_worker = False
+        self.replaced = False  # the last token is not the one that the worker sampled
         self.logprobs: list[Logprobs] = []
+        self.cumulative_logprob: float | None = None  # of a finished beam, and its score
+        self.score: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
     def __repr__(self) -> str:
-        return f"Sequence({self.seq_id}, {self.state.value}, {self.num_computed} of {self.num_tokens} computed)"
-
-    def __lt__(self, other: Sequence) -> bool:
-        return self.seq_id < other.seq_id  # ids are given in order of arrival
+        return f"Sequence({self.seq_id}, {self.num_computed} of {self.num_tokens} computed, {self.finish_reason})"
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -111,14 +123,9 @@ class Sequence:
         """Tokens that are known but not computed."""
         return self.num_tokens - self.num_computed
 
-    def move_to(self, state: State) -> None:
-        assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
-        self.state = state
-
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token. The one place where the end of a sequence is detected."""
-        self._tokens[self.num_tokens] = token_id
-        self.num_tokens += 1
+        self.extend((token_id,))
         params = self.request.params
         by_id = token_id in (params.stop_token_ids or ())
         if by_id or token_id in self.request.eos_token_ids:
@@ -130,3 +137,87 @@ class Sequence:
             self.stop_reason = self.text.stop_reason
             return "stop"
         return "length" if self.num_output == self.request.max_tokens else None
+
+    def extend(self, token_ids: SequenceOf[int] | npt.NDArray[np.int32]) -> None:
+        """Take tokens as they are."""
+        end = self.num_tokens + len(token_ids)
+        self._tokens[self.num_tokens : end] = token_ids
+        self.num_tokens = end
+
+
+    def branch(self, seq_id: int) -> Sequence:
+        """Another one with the same tokens, as far computed."""
+        copy = Sequence(seq_id, self.request, None)
+        copy.extend(self.output_token_ids)
+        copy.num_computed, copy.most_computed = self.num_computed, self.most_computed
+        return copy
+
+
+class Family:
+    """The sequences of one request. They run, are preempted and resume together.
+
+    sequences: with n > 1 by index; of a beam search the live beams, best first, and at its end the results.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        search: Beams | None = None,
+        text: Callable[[], TextSink] | None = None,
+    ) -> None:
+        self.number = number  # in order of arrival
+        self.request = request
+        self.sequences: list[Sequence] = []
+        self.search = search
+        self.text = text  # makes what takes the text of a sequence
+        self.state = State.WAITING
+        self.forked = False  # every live sequence has pages
+        self.num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
+
+    def __repr__(self) -> str:
+        return f"Family({self.request.request_id!r}, {self.state.value}, {self.sequences})"
+
+    def __lt__(self, other: Family) -> bool:
+        return self.number < other.number
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def seats(self) -> int:
+        """Most sequences that it may still have at once: a beam search that has one may soon have all."""
+        return self.request.num_sequences if self.search else len(self.live)
+
+    @property
+    def common(self) -> npt.NDArray[np.int32]:
+        """Tokens with which every live sequence begins, int32 [n]: all of an only one, else the prompt."""
+        live = self.live
+        return live[0].tokens if len(live) == 1 else self.request.prompt_token_ids
+
+    def move_to(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
+        self.state = state
+
+    def shares(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Who computes how many tokens in a step that has room for `budget`.
+
+        Until they fork, the first computes the prompt but for its last token. Beams take their last tokens all in one
+        step, as only then the search can go on.
+        """
+        live = self.live
+        if not self.forked and len(live) > 1:
+            rest = len(self.request.prompt_token_ids) - 1 - live[0].num_computed
+            return [(live[0], min(rest, budget))]
+        together = self.search is not None and len(live) > 1
+        if together and all(sequence.num_missing == 1 for sequence in live):
+            return [(sequence, 1) for sequence in live] if len(live) <= budget else []
+        result = []
+        for sequence in live:
+            num_tokens = min(sequence.num_missing - together, budget)
+            if num_tokens > 0:
+                result.append((sequence, num_tokens))
+                budget -= num_tokens
+        return result

@@ -1,39 +1,47 @@
 """Scheduler: which sequences run in a step, and what becomes of them. Continuous batching, first come, first served.
 
-Every step has one budget of tokens. Running sequences take from it in order of arrival, one token to decode or a chunk
-of what they still miss; what is left goes to waiting ones, in order of arrival, as far as pages reach. When pages run
-out, the running sequence that arrived last gives its own back and waits again, in its old place; it keeps its tokens
-and computes K and V anew. So the oldest always gets on, and as what can never fit was refused, every sequence ends.
+Every step has one budget of tokens. Running families (the sequences of one request) take from it in order of arrival,
+one token to decode or a chunk of what they still miss; what is left goes to waiting ones, in order of arrival, as far
+as pages reach. When pages run out, the running family that arrived last gives its own back and waits again, in its old
+place; it keeps its tokens and computes K and V anew. So the oldest always gets on, and as what can never fit was
+refused, every request ends.
 
-It never sees a tensor or text. Sequences are numbered in order of arrival.
+A request whose next page an older one is just computing waits until that is done, and then hits. As that one takes all
+that is left of the budget, nobody behind loses by it.
+
+It never sees a tensor or text. Families are numbered in order of arrival.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
-from paged.errors import OutOfPages, RequestError
+from paged.errors import InvariantError, OutOfPages, RequestError
 from paged.manager import KVCacheManager
+from paged.prefix_cache import namespace
 from scheduler import policy
+from scheduler.beam import Beams
 from scheduler.outputs import EngineStats, FinishReason
-from scheduler.request import Request, Sequence, State, TextSink
-from worker.step import Reset, Row, Step, StepResult
+from scheduler.request import Family, Request, Sequence, State, TextSink
+from worker.step import Logprobs, Reset, Row, Step, StepResult
 
 
 class Scheduler:
     """Requests go in by `add`; `schedule` and `update` alternate, one step under way at most."""
 
-    def __init__(self, manager: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, manager: KVCacheManager, limits: policy.Limits) -> None:
         self.manager = manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.limits = limits
         self.stats = EngineStats(total_pages=manager.num_usable)
-        self.running: list[Sequence] = []  # in order of arrival
-        self._waiting: list[Sequence] = []  # a heap by arrival; may still hold finished ones
-        self._live: dict[str, Sequence] = {}
-        self._by_id: dict[int, Sequence] = {}
+        self.running: list[Family] = []  # in order of arrival
+        self._waiting: list[Family] = []  # a heap by arrival; may still hold finished ones
+        self._live: dict[str, Family] = {}
+        self._by_id: dict[int, tuple[Family, Sequence]] = {}
         self._next_seq_id = 0
+        self._next_family = 0
         self._next_number = 0
+        self._weights = 0  # version
         self._forget: list[int] = []  # sequences that the worker is to forget
         self._under_way: Step | None = None
         self._restart = True
@@ -46,43 +54,54 @@ class Scheduler:
         """Ids of the requests that have not ended, in order of arrival."""
         return list(self._live)
 
-    def add(self, request: Request, text: TextSink | None = None) -> Sequence:
-        """Queue a request. Raises RequestError if its id is in use."""
+    def add(self, request: Request, text: Callable[[], TextSink] | None = None) -> Family:
+        """Queue a request; `text` makes what takes the text of each sequence. Raises RequestError if its id is used."""
         if request.request_id in self._live:
             raise RequestError(
                 f"request id {request.request_id!r} is in use: wait for its end, or take another", "request_id"
             )
-        sequence = Sequence(self._next_seq_id, request, text)
-        self._next_seq_id += 1
-        self._live[request.request_id] = self._by_id[sequence.seq_id] = sequence
-        heapq.heappush(self._waiting, sequence)
+        search = None if request.beams is None else Beams(request.beams, request.eos_token_ids)
+        family = Family(self._next_family, request, search, text)
+        self._next_family += 1
+        for index in range(1 if search else request.params.n):
+            sequence = Sequence(self._new_id(), request, text() if text else None, index)
+            family.sequences.append(sequence)
+            self._by_id[sequence.seq_id] = family, sequence
+        self._live[request.request_id] = family
+        heapq.heappush(self._waiting, family)
         self.stats.waiting += 1
-        return sequence
+        return family
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str) -> Family | None:
         """End a request, at any moment. None if it is not known or has ended already."""
-        sequence = self._live.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, "abort")
-        return sequence
+        family = self._live.get(request_id)
+        if family is not None:
+            for sequence in family.live:
+                self._end(family, sequence, "abort")
+            self._finish(family)
+        return family
 
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing to do."""
         assert self._under_way is None, "update() of the last step is due"
         rows: list[Row] = []
-        budget = self.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         preemptions = self.stats.preemptions
-        for sequence in tuple(self.running):
+        for family in tuple(self.running):
             if budget == 0:
                 break
-            if sequence.state is State.RUNNING and (row := self._continue(sequence, budget)) is not None:
-                rows.append(row)
-                budget -= row.num_tokens
-        while budget > 0 and self.stats.preemptions == preemptions and (row := self._admit(budget)) is not None:
-            rows.append(row)
-            budget -= row.num_tokens
+            if family.state is State.RUNNING:
+                new = self._continue(family, budget)
+                rows += new
+                budget -= sum(row.num_tokens for row in new)
+        while budget > 0 and self.stats.preemptions == preemptions:
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            rows += admitted
+            budget -= sum(row.num_tokens for row in admitted)
         if not rows:
-            assert not self._live, "sequences wait, and none can run"
+            assert not self._live, "requests wait, and none can run"
             return None
         step = Step(self._next_number, tuple(rows), self.manager.take_moves(), tuple(self._forget), self._restart)
         self._next_number += 1
@@ -96,114 +115,159 @@ class Scheduler:
         self.stats.waste_sum += self._waste()
         return step
 
-    def update(self, result: StepResult) -> list[Sequence]:
-        """Take in what a step gave. Returns the sequences that have a new token or have ended."""
+    def update(self, result: StepResult) -> list[Family]:
+        """Take in what a step gave. Returns the families that have a new token or have ended."""
         step, self._under_way = self._under_way, None
         assert step is not None, "no step is under way"
         assert step.number == result.number, f"result {result.number} came for step {step.number}"
         self.manager.confirm_moves(step.moves)
         sampled = {seq_id: i for i, seq_id in enumerate(result.seq_ids)}
-        changed = []
+        changed: dict[Family, None] = {}
         for row in step.rows:
-            sequence = self._by_id.get(row.seq_id)
-            if sequence is None:
+            family, sequence = self._by_id.get(row.seq_id, (None, None))
+            if family is None or sequence is None:
                 continue  # aborted while the step was under way
-            self._computed(sequence, row.num_tokens)
-            if row.samples:
-                i = sampled[row.seq_id]
-                reason = sequence.append(result.token_ids[i])
-                self.stats.output_tokens += 1
-                if result.logprobs and (logprobs := result.logprobs[i]) is not None:
-                    sequence.logprobs.append(logprobs)
-            elif sequence.num_missing == 0:
-                reason = "length"  # max_tokens is 0
-            else:
-                continue
-            if reason is not None:
-                self._finish(sequence, reason)
-            changed.append(sequence)
-        return changed
+            self._computed(family, sequence, row.num_tokens)
+            if family.search is None and self._take(family, sequence, result, sampled.get(row.seq_id)):
+                changed[family] = None
+            elif family.search is not None and row.samples and sequence is family.sequences[-1]:  # the beams' last row
+                self._search(family, [result.logprobs[sampled[beam.seq_id]] for beam in family.sequences])
+                if family.state is State.FINISHED:
+                    changed[family] = None
+        return list(changed)
 
     def fail(self) -> None:
         """A step raised. What it would have computed is given up; every running sequence recomputes."""
         step, self._under_way = self._under_way, None
         if step is not None:  # else schedule() or update() itself raised: what the worker knows is not known here
             self.manager.confirm_moves(step.moves)
-        for sequence in tuple(self.running):
-            self._preempt(sequence)
+        self.manager.confirm_moves(self.manager.take_moves())
+        for family in tuple(self.running):
+            self._preempt(family)
         self._restart = True
         self._forget.clear()
 
-    def check(self) -> None:
-        """Prove the manager's invariants, and that exactly the running sequences hold pages."""
-        self.manager.check()
-        holders = {sequence.seq_id for sequence in self._by_id.values() if sequence.seq_id in self.manager}
-        running = {sequence.seq_id for sequence in self.running}
-        assert holders == running, f"{holders} hold pages, {running} run"
-        assert len(self.manager) == len(running), "a sequence that is gone holds pages"
-        assert all(sequence.state is State.RUNNING for sequence in self.running)
+    def new_weights(self) -> None:
+        """The weights are others from now on: nothing that was computed counts, and running requests recompute."""
+        assert self._under_way is None, "update() of the last step is due"
+        for family in tuple(self.running):
+            self._preempt(family)
+        self._weights += 1
+        self.manager.reset()
 
-    def _continue(self, sequence: Sequence, budget: int) -> Row | None:
-        """A row for a running sequence; None if it had to give way itself."""
-        num_tokens = min(sequence.num_missing, budget)
+    def namespace(self, cache_salt: str | None) -> bytes:
+        """Within what pages are shared, as the weights are now."""
+        return namespace(cache_salt, weights=self._weights)
+
+    def check(self) -> None:
+        """Prove the manager's invariants, and that exactly the running families hold pages."""
+        self.manager.check(idle=not self.running)
+        running = {sequence.seq_id for family in self.running for sequence in self._holders(family)}
+        holders = {seq_id for seq_id in self._by_id if seq_id in self.manager}
+        if holders != running or len(self.manager) != len(running):
+            raise InvariantError(f"P1: sequences {holders} of {len(self.manager)} hold pages, {running} run")
+        assert all(family.state is State.RUNNING for family in self.running)
+        assert self.running == sorted(self.running)
+
+    def _new_id(self) -> int:
+        self._next_seq_id += 1
+        return self._next_seq_id - 1
+
+    def _holders(self, family: Family) -> list[Sequence]:
+        """Those of a running family that have pages."""
+        return family.live if family.forked else family.live[:1]
+
+    def _continue(self, family: Family, budget: int) -> list[Row]:
+        """The rows of a running family; none if its turn has not come, or it had to give way itself."""
+        first, *others = family.live
+        if not family.forked and first.num_computed == first.num_prompt - 1:
+            for other in others:
+                self.manager.fork(first.seq_id, other.seq_id)
+                other.num_computed = first.num_computed
+                other.most_computed = max(other.most_computed, other.num_computed)
+            family.forked = True
+        shares = family.shares(budget)
         while True:
             try:
-                pages = self.manager.extend(sequence.seq_id, sequence.num_computed + num_tokens)
+                for sequence, num_tokens in shares:
+                    self.manager.extend(sequence.seq_id, sequence.num_computed + num_tokens)
                 break
             except OutOfPages:
                 gives_way = policy.victim(self.running)
                 self._preempt(gives_way)
-                if gives_way is sequence:
-                    return None
-        return self._row(sequence, num_tokens, tuple(pages))
+                if gives_way is family:
+                    return []
+        return [self._row(sequence, num_tokens) for sequence, num_tokens in shares]
 
-    def _admit(self, budget: int) -> Row | None:
-        """A row for the sequence that has waited longest; None if there is none, or no room for it yet."""
+    def _admit(self, budget: int) -> list[Row] | None:
+        """Rows for the family that has waited longest; None if there is none, or its time has not come."""
         while self._waiting and self._waiting[0].state is State.FINISHED:
             heapq.heappop(self._waiting)
-        if not self._waiting or len(self.running) >= self.max_num_seqs:
+        if not self._waiting:
             return None
-        sequence, page_size = self._waiting[0], self.manager.page_size
-        tables = ((other, len(self.manager.table(other.seq_id))) for other in self.running)
+        family = self._waiting[0]
+        seats = sum(other.seats for other in self.running)
+        if seats + family.seats > self.limits.max_num_seqs or self._waits_for_older(family):
+            return None
+        first, request = family.live[0], family.request
         try:
             cached = self.manager.allocate(
-                sequence.seq_id,
-                sequence.tokens,
+                first.seq_id,
+                family.common,
                 budget,
-                room_for=policy.room_wanted(sequence, page_size),
-                spare=policy.spare_pages(tables, page_size),
+                room=policy.room_wanted(family, self.limits),
+                spare=sum(self._wanted(other) for other in self.running),
+                namespace=self.namespace(request.cache_salt),
+                label=request.request_id,
             )
         except OutOfPages:
             return None
         heapq.heappop(self._waiting)
-        sequence.move_to(State.RUNNING)
-        sequence.num_computed = cached
-        self.running.append(sequence)
+        family.move_to(State.RUNNING)
+        family.forked = len(family.live) == 1
+        first.num_computed = cached
+        self.running.append(family)
         self.running.sort()  # a preempted one comes back before those that arrived after it
         self.stats.waiting -= 1
         self.stats.running += 1
-        if sequence.num_cached is None:
-            sequence.num_cached = cached
-            self.stats.prompt_tokens += sequence.num_prompt
+        if family.num_cached is None:
+            family.num_cached = cached
+            self.stats.prompt_tokens += first.num_prompt
             self.stats.cached_tokens += cached
-        return self._row(sequence, min(sequence.num_missing, budget), ())
+        return self._continue(family, budget)
 
-    def _row(self, sequence: Sequence, num_tokens: int, pages: tuple[int, ...]) -> Row:
+    def _waits_for_older(self, family: Family) -> bool:
+        """Whether a family that arrived before is just computing a page of this one's prompt."""
+        other = self.manager.computing(family.common, self.namespace(family.request.cache_salt))
+        return other is not None and self._by_id[other][0] < family
+
+    def _wanted(self, family: Family) -> int:
+        """Pages that a running family is still to take."""
+        held = self.manager.num_held([sequence.seq_id for sequence in self._holders(family)])
+        return max(0, policy.room_wanted(family, self.limits) - held)
+
+    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
+        family, _ = self._by_id[sequence.seq_id]
         samples = num_tokens == sequence.num_missing and sequence.request.max_tokens > 0
+        changes = self.manager.take_changes(sequence.seq_id)
         if sequence.known_to_worker:
-            return Row(sequence.seq_id, num_tokens, pages, samples)
-        sequence.known_to_worker = True
+            token = int(sequence.tokens[-1]) if sequence.replaced else None
+            sequence.replaced = False
+            return Row(sequence.seq_id, num_tokens, changes, samples, token=token)
+        sequence.known_to_worker, sequence.replaced = True, False
+        params = sequence.request.params
         reset = Reset(
             sequence.tokens.copy(),
-            tuple(self.manager.table(sequence.seq_id).pages),
+            tuple(tuple(self.manager.table(sequence.seq_id, g).pages) for g in range(len(self.manager.windows))),
             sequence.num_computed,
-            sequence.request.params,
+            params,
             sequence.request.seed,
             sequence.index,
+            family.search.num_candidates if family.search else params.logprobs,
         )
         return Row(sequence.seq_id, num_tokens, (), samples, reset)
 
-    def _computed(self, sequence: Sequence, num_tokens: int) -> None:
+    def _computed(self, family: Family, sequence: Sequence, num_tokens: int) -> None:
         before = sequence.num_computed
         sequence.num_computed += num_tokens
         self.manager.commit(sequence.seq_id, sequence.tokens, sequence.num_computed)
@@ -211,35 +275,104 @@ class Scheduler:
         self.stats.recomputed_tokens += max(0, min(sequence.most_computed, sequence.num_computed) - before)
         sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        sequence.move_to(State.PREEMPTED)
-        self._leave(sequence)
-        sequence.num_computed = 0
-        heapq.heappush(self._waiting, sequence)
+    def _take(self, family: Family, sequence: Sequence, result: StepResult, i: int | None) -> bool:
+        """Give a sequence its entry of the result, if it has one. True if it has a new token or has ended."""
+        reason: FinishReason | None
+        if i is not None:
+            reason = sequence.append(result.token_ids[i])
+            self.stats.output_tokens += 1
+            if result.logprobs and (logprobs := result.logprobs[i]) is not None:
+                sequence.logprobs.append(logprobs)
+        elif sequence.num_missing == 0:
+            reason = "length"  # max_tokens is 0
+        else:
+            return False
+        if reason is not None:
+            self._end(family, sequence, reason)
+            if not family.live:
+                self._finish(family)
+        return True
+
+    def _search(self, family: Family, logprobs: list[Logprobs | None]) -> None:
+        """All beams have their candidates: let the search say which go on, and with what token."""
+        assert family.search is not None
+        beams, going_on = family.sequences, list[tuple[Sequence, int]]()
+        candidates = [list(zip(entry.top_ids, entry.top_logprobs, strict=True)) for entry in logprobs if entry]
+        taken: set[int] = set()
+        for branch in family.search.advance(candidates):
+            beam = beams[branch.parent]
+            if branch.parent in taken:
+                beam = beam.branch(self._new_id())
+                self.manager.fork(beams[branch.parent].seq_id, beam.seq_id)
+                self._by_id[beam.seq_id] = family, beam
+            taken.add(branch.parent)
+            going_on.append((beam, branch.token))
+        for i, beam in enumerate(beams):
+            if i not in taken:
+                self._leave(beam)
+                del self._by_id[beam.seq_id]
+        for index, (beam, token) in enumerate(going_on):
+            beam.extend((token,))
+            beam.index, beam.replaced = index, True
+        self.stats.output_tokens += len(going_on)
+        family.sequences = [beam for beam, _ in going_on]
+        if not going_on:
+            self._finish_search(family)
+
+    def _finish_search(self, family: Family) -> None:
+        assert family.search is not None
+        for index, found in enumerate(family.search.results()):
+            sequence = Sequence(self._new_id(), family.request, family.text() if family.text else None, index)
+            sequence.extend(found.tokens)
+            sequence.cumulative_logprob, sequence.score = found.cumulative_logprob, found.score
+            sequence.finish_reason = found.finish_reason
+            if sequence.text is not None:
+                for token in found.tokens[: -1 if found.finish_reason == "stop" else None]:
+                    sequence.text.push(token)
+                sequence.text.finish()
+            family.sequences.append(sequence)
+        self._finish(family)
+
+    def _preempt(self, family: Family) -> None:
+        for sequence in family.live:
+            self._leave(sequence)
+            sequence.num_computed = 0
+        family.move_to(State.PREEMPTED)
+        family.forked = False
+        self.running.remove(family)
+        heapq.heappush(self._waiting, family)
+        self.stats.running -= 1
         self.stats.waiting += 1
         self.stats.preemptions += 1
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The only way to an end: once for every sequence, or the transition is refused."""
-        if sequence.state is State.RUNNING:
-            self._leave(sequence)
-        else:
-            self.stats.waiting -= 1
-        sequence.move_to(State.FINISHED)
+    def _end(self, family: Family, sequence: Sequence, reason: FinishReason) -> None:
+        """The only way to an end of a sequence, once for each."""
+        assert sequence.finish_reason is None, f"{sequence} has ended"
+        self._leave(sequence)
         sequence.finish_reason = reason
         if sequence.text is not None:
             sequence.text.finish()
-        del self._live[sequence.request.request_id], self._by_id[sequence.seq_id]
+        del self._by_id[sequence.seq_id]
+
+    def _finish(self, family: Family) -> None:
+        """The only way to an end of a family: once, or the transition is refused."""
+        if family.state is State.RUNNING:
+            self.running.remove(family)
+            self.stats.running -= 1
+        else:
+            self.stats.waiting -= 1
+        family.move_to(State.FINISHED)
+        del self._live[family.request.request_id]
         self.stats.finished += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """Out of the running ones: its pages are given back, and the worker forgets it."""
-        self.running.remove(sequence)
+        """Its pages are given back, if it has any, and the worker forgets it."""
+        if sequence.seq_id not in self.manager:
+            return
         self.manager.free(sequence.seq_id)
         if sequence.known_to_worker:
             self._forget.append(sequence.seq_id)
             sequence.known_to_worker = False
-        self.stats.running -= 1
         self.stats.used_pages = self.manager.num_used
 
     def _waste(self) -> float:
@@ -247,10 +380,11 @@ class Scheduler:
 
         Only the last pages of a sequence can have room, and those are its own.
         """
-        size = self.manager.page_size
+        manager = self.manager
         empty = 0
-        for sequence in self.running:
-            table = self.manager.table(sequence.seq_id)
-            empty += table.capacity - min(table.capacity, sequence.num_tokens)
-        held = self.manager.num_used * size
+        for family in self.running:
+            for sequence in self._holders(family):
+                room = manager.room(sequence.seq_id)
+                empty += (room - min(room, sequence.num_tokens)) * len(manager.windows)
+        held = manager.num_used * manager.page_size
         return empty / (held - empty) if held > empty else 0.0

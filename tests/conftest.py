@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from paged import KVCacheManager
 from worker.checkpoints import Checkpoint, resolve
 
 # Machines are shared, so no example has a deadline; CI must not fail on a lucky draw that nobody can repeat.
@@ -16,6 +17,9 @@ settings.register_profile(
     "paged", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("paged")
+
+# Freed pages are filled with NaN, and what can be found is sealed: a stale read or stray write is seen in any test.
+KVCacheManager.poison_by_default = True
 
 
 @pytest.fixture(scope="session")

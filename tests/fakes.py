@@ -1,9 +1,9 @@
 """A worker without a model, and the small things that scheduler tests share.
 
 FakeExecutor takes Steps as a worker must: it keeps its own copy of every block table and token history, from resets and
-deltas alone. Its "K and V" of a token is a digest of the whole history up to it, computed from what lies in the slot
-before, as a decoder's would be. Every slot that a row reads is compared with the row's own history, so a page that is
-stale, foreign, or handed out twice is an error here and never just another token.
+deltas alone. Its "K and V" of a token is a digest of the whole history up to it and of the group. Every slot that a row
+reads is compared with the row's own history, so a page that is stale, foreign, or handed out twice is an error here and
+never just another token.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from paged.block_table import Windows
 from paged.errors import StepError
-from paged.manager import KVCacheManager
+from paged.manager import KVCacheManager, Move
+from scheduler.beam import BeamSearchParams
 from scheduler.engine import Engine
-from scheduler.request import Request, Sequence
+from scheduler.policy import Limits
+from scheduler.request import Family, Request, Sequence, State
 from scheduler.scheduler import Scheduler
 from scheduler.text import Tokenizer
 from worker.step import Logprobs, Reset, Row, SamplingParams, Step, StepResult
@@ -38,7 +43,7 @@ class StaleKV(WrongPage):
 
 
 class SharedWrite(WrongPage):
-    """P2: a page is written that another sequence's table holds."""
+    """P2: a page is written that another sequence of the step holds too."""
 
 
 def next_token(last: int, position: int) -> int:
@@ -52,12 +57,17 @@ def with_tokens_at(model: NextToken, at: Mapping[int, int]) -> NextToken:
 
 
 def solo(
-    prompt: SequenceOf[int], count: int, model: NextToken = next_token, params: SamplingParams = GREEDY, seed: int = 0
+    prompt: SequenceOf[int],
+    count: int,
+    model: NextToken = next_token,
+    params: SamplingParams = GREEDY,
+    seed: int = 0,
+    index: int = 0,
 ) -> list[int]:
     """What a sequence alone generates: the oracle, without pages, steps or a scheduler."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(_sample(model, tokens, params, seed, 0))
+        tokens.append(_sample(model, tokens, params, seed, index))
     return tokens[len(prompt) :]
 
 
@@ -86,7 +96,7 @@ class _Known:
     """The worker's own copy of one sequence."""
 
     tokens: list[int]
-    pages: list[int]
+    tables: list[list[int]]
     num_computed: int
     reset: Reset
 
@@ -98,8 +108,10 @@ class FakeExecutor:
     num_pages: int
     page_size: int
     model: NextToken = next_token
+    windows: Windows = (None,)
     raise_at: dict[int, BaseException] = field(default_factory=dict)
     kv: dict[int, int] = field(default_factory=dict)  # slot -> digest
+    seals: dict[int, list[int | None]] = field(default_factory=dict)  # page -> what it must hold
     known: dict[int, _Known] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)  # those that raised too
     closed: bool = False
@@ -116,6 +128,11 @@ class FakeExecutor:
         step, self._step = self._step, None
         return self.execute(step)
 
+    def update_weights(self, path: Path, replaced: Mapping[str, Any]) -> None:
+        """`replaced` may hold another `model`."""
+        assert self._step is None, "a step is under way"
+        self.model = replaced.get("model", self.model)
+
     def close(self) -> None:
         self.closed = True
 
@@ -123,21 +140,31 @@ class FakeExecutor:
         self.steps.append(step)
         if step.restart:
             self.known.clear()
+            self.seals.clear()
         elif step.number != self._next_number:
             raise StepError(f"step {step.number} came where {self._next_number} was due")
         self._next_number = None  # until this step is done
         for seq_id in step.finished:
             del self.known[seq_id]  # one that is not known is a fault of the scheduler
         for move in step.moves:
-            self._copy(move.source, move.target)
+            if isinstance(move, Move):
+                self._set(move.target, self._content(move.source))
+            elif move.what == "poison":
+                self.seals.pop(move.page, None)
+                self._set(move.page, [None] * self.page_size)
+            elif move.what == "seal":
+                self.seals[move.page] = self._content(move.page)
+            elif self.seals.get(move.page, found := self._content(move.page)) != found:
+                raise SharedWrite(f"page {move.page} was written after it was full")
         assert len({row.seq_id for row in step.rows}) == len(step.rows), "a sequence has two rows"
         states = [self._bring_up(row) for row in step.rows]
         for row, state in zip(step.rows, states, strict=True):
             self._check_reads(row, state)
-            self._check_writes(row, state)
+            self._check_writes(row, state, step)
         if step.number in self.raise_at:
             for row, state in zip(step.rows, states, strict=True):  # half-written K and V are worth nothing
-                self.kv.update(dict.fromkeys(self._slots(state, row.num_tokens), -1))
+                for group in range(len(self.windows)):
+                    self.kv.update(dict.fromkeys(self._slots(state, row.num_tokens, group), -1))
             raise self.raise_at.pop(step.number)
         sampled = [self._run(row, state) for row, state in zip(step.rows, states, strict=True)]
         self._next_number = step.number + 1
@@ -146,38 +173,55 @@ class FakeExecutor:
     def _bring_up(self, row: Row) -> _Known:
         if row.reset is not None:
             assert row.seq_id not in self.known, f"sequence {row.seq_id} is known, and gets a reset"
-            assert not row.new_pages
+            assert not row.changes
+            assert row.token is None
             reset = row.reset
-            self.known[row.seq_id] = _Known(reset.tokens.tolist(), list(reset.pages), reset.num_computed, reset)
+            tables = list(map(list, reset.tables))
+            self.known[row.seq_id] = _Known(reset.tokens.tolist(), tables, reset.num_computed, reset)
         if row.seq_id not in self.known:
             raise StepError(f"sequence {row.seq_id} is not known here: its row needs a reset")
         state = self.known[row.seq_id]
-        state.pages.extend(row.new_pages)
+        for group, index, page in row.changes:
+            table = state.tables[group]
+            assert index <= len(table), "a table has a hole"
+            table[index : index + 1] = [page]
+        if row.token is not None:
+            state.tokens[-1] = row.token
         last = state.num_computed + row.num_tokens
-        if row.num_tokens < 1 or last > len(state.tokens) or last > len(state.pages) * self.page_size:
+        if row.num_tokens < 1 or last > len(state.tokens) or last > len(state.tables[0]) * self.page_size:
             raise StepError(f"{row} does not fit {state}")
         assert not row.samples or last == len(state.tokens), "only a row that reaches the last token can sample"
-        if len(set(state.pages)) < len(state.pages) or not all(0 < page < self.num_pages for page in state.pages):
-            raise WrongPage(f"pages of sequence {row.seq_id}: {state.pages}")
+        seen = [table[self._first_seen(state, g) // self.page_size :] for g, table in enumerate(state.tables)]
+        pages = [page for table in seen for page in table]
+        if len(set(pages)) < len(pages) or not all(0 < page < self.num_pages for page in pages):
+            raise WrongPage(f"pages of sequence {row.seq_id}: {state.tables}")
         return state
 
     def _check_reads(self, row: Row, state: _Known) -> None:
         expected = histories(state.tokens[: state.num_computed])
-        for position, digest in enumerate(expected):
-            slot = self._slot(state, position)
-            if self.kv.get(slot) != digest:
-                raise StaleKV(f"sequence {row.seq_id}: slot {slot} does not hold its token at {position}")
+        for group in range(len(self.windows)):
+            for position in range(self._first_seen(state, group), state.num_computed):
+                slot = self._slot(state, position, group)
+                if self.kv.get(slot) != _kv(group, expected[position]):
+                    raise StaleKV(f"sequence {row.seq_id}: slot {slot} does not hold its token at {position}")
 
-    def _check_writes(self, row: Row, state: _Known) -> None:
-        written = {slot // self.page_size for slot in self._slots(state, row.num_tokens)}
-        for seq_id, other in self.known.items():
-            if seq_id != row.seq_id and not written.isdisjoint(other.pages):
-                raise SharedWrite(f"sequence {row.seq_id} writes pages {written}, {seq_id} holds {other.pages}")
+    def _check_writes(self, row: Row, state: _Known, step: Step) -> None:
+        """The tables of sequences that are not in the step may be behind, and are not read."""
+        written = {
+            slot // self.page_size
+            for group in range(len(self.windows))
+            for slot in self._slots(state, row.num_tokens, group)
+        }
+        for seq_id in {other.seq_id for other in step.rows} - {row.seq_id}:
+            held = {page for table in self.known[seq_id].tables for page in table} if seq_id in self.known else set()
+            if written & held:
+                raise SharedWrite(f"sequence {row.seq_id} writes pages {written}, {seq_id} holds {held}")
 
     def _run(self, row: Row, state: _Known) -> int | None:
-        for position, slot in enumerate(self._slots(state, row.num_tokens), state.num_computed):
-            before = 0 if position == 0 else self.kv[self._slot(state, position - 1)]
-            self.kv[slot] = _kv(before, state.tokens[position])
+        digests = histories(state.tokens)
+        for group in range(len(self.windows)):
+            for position, slot in enumerate(self._slots(state, row.num_tokens, group), state.num_computed):
+                self.kv[slot] = _kv(group, digests[position])
         state.num_computed += row.num_tokens
         if not row.samples:
             return None
@@ -189,7 +233,7 @@ class FakeExecutor:
         pairs = [(row.seq_id, token) for row, token in zip(step.rows, sampled, strict=True) if token is not None]
         logprobs = []
         for seq_id, token in pairs:
-            count = self.known[seq_id].reset.params.logprobs
+            count = self.known[seq_id].reset.num_logprobs
             ids = tuple((token + i) % VOCAB for i in range(count or 0))
             logprobs.append(
                 None if count is None else Logprobs(-token / VOCAB, 1, ids, tuple(-1.0 - i for i in range(len(ids))))
@@ -198,16 +242,25 @@ class FakeExecutor:
             step.number, tuple(seq_id for seq_id, _ in pairs), tuple(token for _, token in pairs), tuple(logprobs)
         )
 
-    def _slot(self, state: _Known, position: int) -> int:
-        return state.pages[position // self.page_size] * self.page_size + position % self.page_size
+    def _first_seen(self, state: _Known, group: int) -> int:
+        window = self.windows[group]
+        return 0 if window is None else max(0, state.num_computed - window + 1)
 
-    def _slots(self, state: _Known, count: int) -> list[int]:
-        return [self._slot(state, state.num_computed + i) for i in range(count)]
+    def _slot(self, state: _Known, position: int, group: int) -> int:
+        return state.tables[group][position // self.page_size] * self.page_size + position % self.page_size
 
-    def _copy(self, source: int, target: int) -> None:
-        for offset in range(self.page_size):
-            if (digest := self.kv.get(source * self.page_size + offset)) is not None:
-                self.kv[target * self.page_size + offset] = digest
+    def _slots(self, state: _Known, count: int, group: int) -> list[int]:
+        return [self._slot(state, state.num_computed + i, group) for i in range(count)]
+
+    def _content(self, page: int) -> list[int | None]:
+        return [self.kv.get(page * self.page_size + offset) for offset in range(self.page_size)]
+
+    def _set(self, page: int, content: list[int | None]) -> None:
+        for slot, digest in enumerate(content, page * self.page_size):
+            if digest is None:
+                self.kv.pop(slot, None)
+            else:
+                self.kv[slot] = digest
 
 
 @dataclass
@@ -235,9 +288,11 @@ def request(
     params: SamplingParams = GREEDY,
     seed: int = 0,
     eos: Iterable[int] = (),
+    cache_salt: str | None = None,
+    beams: BeamSearchParams | None = None,
 ) -> Request:
     tokens = np.asarray(prompt, dtype=np.int32)
-    return Request(request_id, None, tokens, params, max_tokens, seed, frozenset(eos))
+    return Request(request_id, None, tokens, params, max_tokens, seed, frozenset(eos), cache_salt, beams)
 
 
 @dataclass
@@ -247,6 +302,7 @@ class Rig:
     scheduler: Scheduler
     executor: FakeExecutor
     ended: list[Sequence] = field(default_factory=list)  # in the order in which they ended
+    families: list[Family] = field(default_factory=list)  # likewise
 
     @classmethod
     def of(
@@ -258,17 +314,23 @@ class Rig:
         max_num_seqs: int = 8,
         caching: bool = True,
         model: NextToken = next_token,
+        windows: Windows = (None,),
     ) -> Rig:
-        manager = KVCacheManager(usable + 1, page_size, caching)
-        return cls(Scheduler(manager, max_num_seqs, budget), FakeExecutor(usable + 1, page_size, model))
+        manager = KVCacheManager(usable + 1, page_size, caching, windows)
+        limits = Limits(1 << 20, usable, page_size, windows, max_num_seqs, budget)
+        return cls(Scheduler(manager, limits), FakeExecutor(usable + 1, page_size, model, windows))
 
     def add(self, wanted: Request) -> Sequence:
-        return self.scheduler.add(wanted, FakeText())
+        """Queue a request; its (first) sequence."""
+        return self.add_family(wanted).sequences[0]
 
-    def abort(self, request_id: str) -> Sequence | None:
-        sequence = self.scheduler.abort(request_id)
-        self._note([] if sequence is None else [sequence])
-        return sequence
+    def add_family(self, wanted: Request) -> Family:
+        return self.scheduler.add(wanted, FakeText)
+
+    def abort(self, request_id: str) -> Family | None:
+        family = self.scheduler.abort(request_id)
+        self._note([] if family is None else [family])
+        return family
 
     def schedule(self) -> Step | None:
         """Schedule, and check what holds of every step."""
@@ -278,9 +340,9 @@ class Rig:
         assert (step is None) == (not scheduler.has_work)
         if step is None:
             return None
-        assert 0 < step.num_tokens <= scheduler.max_num_batched_tokens, "S3"
-        assert 0 < len(step.rows) <= len(scheduler.running) <= scheduler.max_num_seqs
-        by_id = {sequence.seq_id: sequence for sequence in scheduler.running}
+        assert 0 < step.num_tokens <= scheduler.limits.max_num_batched_tokens, "S3"
+        by_id = {sequence.seq_id: sequence for family in scheduler.running for sequence in family.live}
+        assert 0 < len(step.rows) <= len(by_id) <= scheduler.limits.max_num_seqs
         for row in step.rows:
             sequence = by_id[row.seq_id]
             assert sequence.num_computed + row.num_tokens <= sequence.num_tokens, "S3"
@@ -318,13 +380,18 @@ class Rig:
         assert idle(self.scheduler.manager)
         assert (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0)
 
-    def _note(self, changed: Iterable[Sequence]) -> None:
-        for sequence in changed:
-            assert sequence not in self.ended, f"{sequence} is heard of after its end"
-            if sequence.finish_reason is not None:
-                assert isinstance(sequence.text, FakeText)
-                assert sequence.text.finishes == 1
-                self.ended.append(sequence)
+    def _note(self, changed: Iterable[Family]) -> None:
+        for family in changed:
+            assert family not in self.families, f"{family} is heard of after its end"
+            for sequence in family.sequences:
+                if sequence.finish_reason is not None and sequence not in self.ended:
+                    if sequence.text is not None:  # beams that were aborted have none
+                        assert isinstance(sequence.text, FakeText)
+                        assert sequence.text.finishes == 1
+                    self.ended.append(sequence)
+            if family.state is State.FINISHED:
+                assert not family.live
+                self.families.append(family)
 
 
 def fake_engine(
@@ -345,12 +412,9 @@ def fake_engine(
     engine = Engine(
         executor,
         tokenizer,
-        page_size=page_size,
-        max_model_len=max_model_len,
+        Limits(max_model_len, executor.num_pages - 1, page_size, executor.windows, seqs, budget),
         vocab_size=VOCAB,
         eos_token_ids=eos,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
         seed=seed,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,48 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
+# the same, with two kinds of layers, of which KVLayout makes six groups of two
+TINY_GEMMA3: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 45,
+    "intermediate_size": 77,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "query_pre_attn_scalar": 13,
+    "sliding_window": 7,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+    "eos_token_id": [1, 106],
+}
 
 
 def tiny_llama(folder: Path, shard_size: str = "1GB", **overrides: Any) -> Any:
     """Make a seeded random Llama, save it to `folder`, and return the transformers model, float32."""
+    return _tiny("Llama", "LlamaConfig", TINY | overrides, folder, shard_size)
+
+
+def tiny_gemma3(folder: Path, **overrides: Any) -> Any:
+    """As tiny_llama, a Gemma 3 with two kinds of layers."""
+    return _tiny("Gemma3", "Gemma3TextConfig", TINY_GEMMA3 | overrides, folder)
+
+
+def _tiny(family: str, config: str, settings: dict[str, Any], folder: Path, shard_size: str = "1GB") -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
 
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**TINY | overrides)).eval()
+        made = getattr(transformers, config)(**deepcopy(settings))
+        model = getattr(transformers, f"{family}ForCausalLM")(made).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # norms too, which begin as ones
+            for parameter in model.parameters():  # norms too, which begin as ones, or zeros
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         model.save_pretrained(folder, max_shard_size=shard_size)
     return model

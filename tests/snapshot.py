@@ -13,16 +13,22 @@ def of_allocator(allocator: BlockAllocator) -> dict[str, Any]:
 
 
 def of_entry(entry: Entry) -> tuple[Any, ...]:
-    children = sorted(child.page for child in entry.children)
-    return (id(entry), entry.digest, entry.page, entry.tokens, id(entry.parent), children, entry.live)
+    children = [id(child) for child in entry.children]
+    siblings = (id(entry.left), id(entry.right))
+    return (
+        *siblings,
+        *(id(entry), entry.digest, entry.pages, entry.tokens, id(entry.parent), children, entry.live),
+    )
 
 
 def of_cache(cache: PrefixCache) -> dict[str, Any]:
     return {
-        "root": of_entry(cache._root),
+        "roots": {key: of_entry(root) for key, root in cache._roots.items()},
         "entries": {digest: of_entry(entry) for digest, entry in cache._entries.items()},
         "by_page": {page: id(entry) for page, entry in cache._by_page.items()},
         "idle": list(cache._idle.items()),
+        "pinned_idle": list(cache._pinned_idle.items()),
+        "pins": list(cache._pins.items()),
     }
 
 
@@ -31,9 +37,13 @@ def of_manager(manager: KVCacheManager) -> dict[str, Any]:
         "allocator": of_allocator(manager.allocator),
         "prefix_cache": of_cache(manager.prefix_cache),
         "held": {
-            seq_id: (list(held.table.pages), list(map(of_entry, held.chain)), held.num_computed)
+            seq_id: (held.row, list(map(of_entry, held.chain)), list(held.changes), list(held.promises))
             for seq_id, held in manager._held.items()
         },
+        "store": {name: value.tolist() for name, value in vars(manager._store).items() if name != "_unused"},
+        "unused": list(manager._store._unused),
+        "promised": dict(manager._promised),
+        "moved": dict(manager._moved),
         "moves": list(manager._moves),
         "under_way": list(manager._under_way),
     }

@@ -14,7 +14,7 @@ from worker.step import Reset, Row, SamplingParams, Step
 
 
 def reset(tokens: list[int], pages: list[int], num_computed: int = 0) -> Reset:
-    return Reset(np.asarray(tokens, dtype=np.int32), tuple(pages), num_computed, SamplingParams(temperature=0), 0, 0)
+    return Reset(np.asarray(tokens, dtype=np.int32), (tuple(pages),), num_computed, SamplingParams(temperature=0), 0, 0)
 
 
 def after(*steps: Step) -> FakeExecutor:
@@ -53,7 +53,7 @@ def test_a_shared_prefix_is_no_fault() -> None:
 def test_a_page_that_another_holds_is_not_written() -> None:
     fake = after(FIRST)
     with pytest.raises(SharedWrite):
-        fake.execute(Step(1, (Row(1, 4, reset=reset([1, 2, 3, 4], [2])),)))
+        fake.execute(Step(1, (Row(0, 1), Row(1, 4, reset=reset([1, 2, 3, 4], [2])))))
 
 
 def test_a_page_read_in_the_step_that_computes_it_is_seen() -> None:
@@ -73,9 +73,11 @@ def test_a_page_read_in_the_step_that_computes_it_is_seen() -> None:
         (Step(1, (Row(0, 1),), finished=(0,)), StepError),  # forgotten
         (Step(1, (Row(0, 1),), finished=(3,)), KeyError),
         (Step(1, (Row(0, 1),), restart=True), StepError),  # a restart forgets all
-        (Step(1, (Row(0, 1, (0,)),)), WrongPage),  # the null page
-        (Step(1, (Row(0, 1, (9,)),)), WrongPage),  # no such page
-        (Step(1, (Row(0, 1, (1,)),)), WrongPage),  # its own page again
+        (Step(1, (Row(0, 1, ((0, 2, 0),)),)), WrongPage),  # the null page
+        (Step(1, (Row(0, 1, ((0, 2, 9),)),)), WrongPage),  # no such page
+        (Step(1, (Row(0, 1, ((0, 2, 1),)),)), WrongPage),  # its own page again
+        (Step(1, (Row(0, 1, ((0, 3, 5),)),)), AssertionError),  # a hole in the table
+        (Step(1, (Row(0, 1, ((0, 0, 3),)),)), StaleKV),  # another page in the middle
         (Step(1, (Row(0, 1), Row(0, 1))), AssertionError),
         (Step(1, (Row(0, 5, reset=FIRST.rows[0].reset),)), AssertionError),  # known already
     ],
@@ -117,7 +119,7 @@ def test_a_reset_that_is_lost_is_seen() -> None:
 def test_new_pages_that_are_lost_are_seen() -> None:
     rig = loaded()
     rig.executor.execute = lambda step: FakeExecutor.execute(  # type: ignore[method-assign]
-        rig.executor, dropped(step, lambda row: replace(row, new_pages=()))
+        rig.executor, dropped(step, lambda row: replace(row, changes=()))
     )
     with pytest.raises(StepError, match="does not fit"):
         rig.run()
@@ -144,7 +146,7 @@ def test_a_prefix_hit_on_the_wrong_page_is_seen(monkeypatch: pytest.MonkeyPatch)
     by_tokens = {entry.tokens: entry for entry in cache._by_page.values()}
     wanted = np.asarray([0, 0, 0, 0, 5, 6, 7, 8], dtype="<i4")
     chain = [by_tokens[wanted[:4].tobytes()], by_tokens[wanted[4:].tobytes()]]
-    monkeypatch.setattr(cache, "match", lambda _: chain)
+    monkeypatch.setattr(cache, "match", lambda *_: chain)
     rig.scheduler.add(request("c", [*wanted.tolist(), 9], 1))
     step = rig.scheduler.schedule()
     assert step is not None

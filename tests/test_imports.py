@@ -16,7 +16,9 @@ import paged
 
 HOME = Path(paged.__file__).parent.parent
 HEAVY = {"torch", "transformers", "ray", "xformers"}
-MEMORY = [f"paged.{name}" for name in ("errors", "allocator", "block_table", "prefix_cache", "manager", "layout")]
+MEMORY = [
+    f"paged.{name}" for name in ("errors", "allocator", "block_table", "prefix_cache", "manager", "layout", "sizing")
+]
 # Of the packages above, those that a package may not know; and of those from outside, the files that may.
 ABOVE = {"paged": {"worker", "scheduler"}, "worker": {"scheduler"}, "scheduler": set[str]()}
 ONLY_IN = {

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from paged.errors import ConfigError
+from paged.sizing import ROOT, cgroup_folders, read
 
 
 def pick_device(wanted: str) -> str:
@@ -42,14 +43,17 @@ def pick_dtype(wanted: str, device: str, cpuinfo: Path = Path("/proc/cpuinfo")) 
     return "float32", f"{unit} does not multiply bfloat16 natively"
 
 
-def pick_threads(wanted: int | None, cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> tuple[int, str]:
-    """CPU threads, and why: by default the affinity of this process, cut to the quota of its cgroup (version 2)."""
+def pick_threads(wanted: int | None, root: Path = ROOT) -> tuple[int, str]:
+    """CPU threads, and why: by default the affinity of this process, cut to the quotas of the groups around it."""
     if wanted is not None:
         return wanted, "as set"
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     reason = "CPUs that this process may run on"
-    if cpu_max.exists():
-        limit, period = cpu_max.read_text().split()
-        if limit != "max" and -(-int(limit) // int(period)) < threads:
-            threads, reason = -(-int(limit) // int(period)), "the cgroup's CPU quota"
+    for folder in cgroup_folders("cpu", root):
+        quota = read(folder / "cpu.max") or f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}"
+        match quota.split():
+            case [limit, period] if limit.isdigit():  # else it is max, or -1
+                cpus = -(-int(limit) // int(period))
+                if cpus < threads:
+                    threads, reason = cpus, "the cgroup's CPU quota"
     return max(1, threads), reason

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from worker.step import Step, StepResult
 
 if TYPE_CHECKING:
-    from worker.runner import ModelRunner  # torch, which the scheduler's side of this seam does without
+    from worker.runner import Model, ModelRunner  # torch, which the scheduler's side of this seam does without
 
 
 class Executor(Protocol):
@@ -23,15 +25,25 @@ class Executor(Protocol):
     def result(self) -> StepResult:
         """Wait for the step under way. Raises whatever the worker raised."""
 
+    def update_weights(self, path: Path, replaced: Mapping[str, Any]) -> None:
+        """Take the weights of the checkpoint in the folder `path`, with the tensors `replaced` by name, from now on.
+
+        No step may be under way. Raises CheckpointError, and keeps the old ones, for what does not fit the model.
+        """
+
     def close(self) -> None:
         """Let go of everything. Further calls are a fault."""
 
 
 class LocalExecutor:
-    """One ModelRunner, in this process and thread: a step runs when its result is asked for."""
+    """One ModelRunner, in this process and thread: a step runs when its result is asked for.
 
-    def __init__(self, runner: ModelRunner) -> None:
+    load: makes the model from a folder and replaced tensors.
+    """
+
+    def __init__(self, runner: ModelRunner, load: Callable[[Path, Mapping[str, Any]], Model]) -> None:
         self._runner: ModelRunner | None = runner
+        self._load = load
         self._step: Step | None = None
 
     @property
@@ -48,6 +60,11 @@ class LocalExecutor:
         assert self._step is not None, "no step is under way"
         step, self._step = self._step, None
         return self._runner.execute(step)
+
+    def update_weights(self, path: Path, replaced: Mapping[str, Any]) -> None:
+        assert self._runner is not None
+        assert self._step is None, "a step is under way"
+        self._runner.model = self._load(path, replaced)
 
     def close(self) -> None:
         self._runner = self._step = None

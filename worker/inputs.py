@@ -21,23 +21,35 @@ from torch import Tensor
 
 from paged.attention import AttentionMetadata
 from paged.errors import StepError
+from paged.manager import TableChange
 from worker.step import Reset, Row
 
 
 class SequenceState:
-    """The worker's own copy of one sequence: its tokens, its block table, and how far it is computed."""
+    """The worker's own copy of one sequence: its tokens, its block tables, and how far it is computed."""
 
-    __slots__ = ("index", "num_computed", "num_pages", "num_tokens", "pages", "params", "seed", "tokens")
+    __slots__ = (
+        "index",
+        "num_computed",
+        "num_logprobs",
+        "num_pages",
+        "num_tokens",
+        "pages",
+        "params",
+        "seed",
+        "tokens",
+    )
 
     def __init__(self, reset: Reset) -> None:
         self.num_tokens = len(reset.tokens)
         self.tokens = np.empty(self.num_tokens + 64, dtype=np.int32)
         self.tokens[: self.num_tokens] = reset.tokens
-        self.num_pages = len(reset.pages)
-        self.pages = np.empty(self.num_pages + 8, dtype=np.int32)
-        self.pages[: self.num_pages] = reset.pages
+        self.num_pages = len(reset.tables[0])
+        self.pages = np.zeros((len(reset.tables), self.num_pages + 8), dtype=np.int32)  # [groups, pages and room]
+        self.pages[:, : self.num_pages] = reset.tables
         self.num_computed = reset.num_computed
         self.params, self.seed, self.index = reset.params, reset.seed, reset.index
+        self.num_logprobs = reset.num_logprobs
 
     def append_token(self, token_id: int) -> None:
         if self.num_tokens == len(self.tokens):
@@ -45,12 +57,12 @@ class SequenceState:
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
 
-    def append_pages(self, pages: SequenceOf[int]) -> None:
-        end = self.num_pages + len(pages)
-        if end > len(self.pages):
-            self.pages = np.concatenate((self.pages[: self.num_pages], np.empty(end, dtype=np.int32)))
-        self.pages[self.num_pages : end] = pages
-        self.num_pages = end
+    def change_tables(self, changes: SequenceOf[TableChange]) -> None:
+        for group, index, page in changes:
+            if index >= self.pages.shape[1]:
+                self.pages = np.concatenate((self.pages, np.zeros_like(self.pages)), axis=1)
+            self.pages[group, index] = page
+            self.num_pages = max(self.num_pages, index + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +71,7 @@ class Inputs:
 
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
-    meta: AttentionMetadata
+    metas: tuple[AttentionMetadata, ...]  # of each group of layers
     sampled: Tensor  # [rows that sample] int64: the flat index of the last token of each
 
 
@@ -72,9 +84,10 @@ def build_inputs(
     total = int(ends[-1])
     token_ids = np.empty(total, dtype=np.int64)
     positions = np.empty(total, dtype=np.int64)
-    slots = np.empty(total, dtype=np.int64)
+    groups = len(states[0].pages)
+    slots = np.empty((groups, total), dtype=np.int64)
     seq_lens = np.empty(len(rows), dtype=np.int32)
-    tables = np.zeros((len(rows), max(state.num_pages for state in states)), dtype=np.int32)
+    tables = np.zeros((groups, len(rows), max(state.num_pages for state in states)), dtype=np.int32)
     for i, (row, state) in enumerate(zip(rows, states, strict=True)):
         first, last = state.num_computed, state.num_computed + row.num_tokens
         if row.num_tokens < 1 or last > state.num_tokens or last > state.num_pages * page_size:
@@ -87,20 +100,21 @@ def build_inputs(
         flat = slice(int(ends[i]) - row.num_tokens, int(ends[i]))
         token_ids[flat] = state.tokens[first:last]
         positions[flat] = np.arange(first, last)
-        slots[flat] = _slots(state.pages, positions[flat], page_size)
+        slots[:, flat] = _slots(state.pages, positions[flat], page_size)
         seq_lens[i] = last
-        tables[i, : state.num_pages] = state.pages[: state.num_pages]
+        tables[:, i, : state.num_pages] = state.pages[:, : state.num_pages]
     sampled = (ends - 1)[np.fromiter((row.samples for row in rows), dtype=bool, count=len(rows))]
     query_start = np.concatenate(([0], ends)).astype(np.int32)
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    meta = AttentionMetadata(tensor(query_start), tensor(seq_lens), tensor(tables), tensor(slots))
-    return Inputs(tensor(token_ids), tensor(positions), meta, tensor(sampled.astype(np.int64)))
+    starts, lens = tensor(query_start), tensor(seq_lens)
+    metas = tuple(AttentionMetadata(starts, lens, tensor(tables[g]), tensor(slots[g])) for g in range(groups))
+    return Inputs(tensor(token_ids), tensor(positions), metas, tensor(sampled.astype(np.int64)))
 
 
 def _slots(
     pages: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], page_size: int
 ) -> npt.NDArray[np.int64]:
-    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
+    return pages[:, positions // page_size].astype(np.int64) * page_size + positions % page_size

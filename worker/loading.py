@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,12 +12,14 @@ from paged.attention import PagedAttention, reference, sdpa
 from paged.layout import KVLayout
 from paged.pool import KVPool
 from worker.executor import LocalExecutor
-from worker.model_config import ModelConfig
+from worker.model_config import GEMMA3, LLAMA, ModelConfig
+from worker.models.gemma3 import Gemma3
 from worker.models.llama import Llama
-from worker.runner import ModelRunner
-from worker.weights import load_weights
+from worker.runner import Model, ModelRunner
+from worker.weights import load_weights, replace_weights
 
 ATTENTION: dict[str, PagedAttention] = {"reference": reference.paged_attention, "sdpa": sdpa.paged_attention}
+MODELS: dict[str, type[Llama] | type[Gemma3]] = {LLAMA: Llama, GEMMA3: Gemma3}
 
 
 def load_executor(
@@ -35,6 +39,10 @@ def load_executor(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    weights = load_weights(path, config, getattr(torch, layout.dtype), torch.device(device))
-    model = Llama(config, weights, max_model_len)
-    return LocalExecutor(ModelRunner(model, KVPool(layout, num_pages, device), ATTENTION[backend]))
+    def load(folder: Path, replaced: Mapping[str, Any]) -> Model:
+        weights = load_weights(folder, config, getattr(torch, layout.dtype), torch.device(device))
+        replace_weights(weights, replaced, config)
+        return MODELS[config.architecture](config, weights, max_model_len)
+
+    runner = ModelRunner(load(path, {}), KVPool(layout, num_pages, device), ATTENTION[backend])
+    return LocalExecutor(runner, load)

@@ -8,15 +8,18 @@ from paged.attention import PagedAttention
 from paged.errors import StepError
 from paged.pool import KVPool
 from worker.inputs import SequenceState, build_inputs
+from worker.models.gemma3 import Gemma3
 from worker.models.llama import Llama
 from worker.sampler import logprobs, sample, uniform
 from worker.step import Row, Step, StepResult
+
+Model = Llama | Gemma3
 
 
 class ModelRunner:
     """Runs steps, in order of their numbers, on one device."""
 
-    def __init__(self, model: Llama, pool: KVPool, attention: PagedAttention) -> None:
+    def __init__(self, model: Model, pool: KVPool, attention: PagedAttention) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention
@@ -31,6 +34,7 @@ class ModelRunner:
         """
         if step.restart:
             self._states.clear()
+            self.pool.forget_seals()
         elif step.number != self._next_number:
             raise StepError(f"step {step.number} came where {self._next_number} was due")
         self._next_number = step.number + 1
@@ -41,7 +45,7 @@ class ModelRunner:
             return StepResult(step.number, (), ())
         states = [self._state(row) for row in step.rows]
         inputs = build_inputs(step.rows, states, self.pool.layout.page_size, self.pool.k[0].device)
-        hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.meta, self.pool, self.attention)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.metas, self.pool, self.attention)
         for row, state in zip(step.rows, states, strict=True):
             state.num_computed += row.num_tokens
         sampling = [(row.seq_id, state) for row, state in zip(step.rows, states, strict=True) if row.samples]
@@ -59,7 +63,7 @@ class ModelRunner:
             step.number,
             tuple(seq_id for seq_id, _ in sampling),
             tuple(tokens),
-            tuple(logprobs(logits, tokens, [param.logprobs for param in params])),
+            tuple(logprobs(logits, tokens, [state.num_logprobs for _, state in sampling])),
         )
 
     def _state(self, row: Row) -> SequenceState:
@@ -69,5 +73,7 @@ class ModelRunner:
         state = self._states.get(row.seq_id)
         if state is None:
             raise StepError(f"sequence {row.seq_id} is not known here: its row needs a reset")
-        state.append_pages(row.new_pages)
+        state.change_tables(row.changes)
+        if row.token is not None:
+            state.tokens[state.num_tokens - 1] = row.token
         return state

@@ -1,8 +1,9 @@
 """Step and StepResult: the messages between a scheduler and a worker. Frozen, torch-free, picklable.
 
-A step carries deltas: a row whose sequence the worker knows brings only the ids of its new pages; its next token is
-the last one that the worker itself sampled for it. A sequence that is new to the worker, or comes back after a
-preemption, brings a `Reset` with its whole state. Steps are numbered; a worker refuses a gap.
+A step carries deltas: a row whose sequence the worker knows brings only what has changed in its block tables; its next
+token is the last one that the worker itself sampled for it, unless the row brings another. A sequence that is new to
+the worker, or comes back after a preemption, brings a `Reset` with its whole state. Steps are numbered; a worker
+refuses a gap.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged.errors import RequestError
-from paged.manager import Move
+from paged.manager import Mark, Move, TableChange
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -50,6 +51,7 @@ class SamplingParams:
     logprobs: give the log-probability of each token and of this many alternatives, of the raw (unscaled,
         unfiltered) distribution; None gives none.
     skip_special_tokens: leave special tokens out of the text.
+    n: continuations of the prompt; each draws its own random numbers, of the seed and its index.
 
     Raises RequestError, which names the field, for a value out of range.
     """
@@ -66,6 +68,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, _MAX_FLOAT)
@@ -75,6 +78,9 @@ class SamplingParams:
         if self.top_k in (0, -1):
             object.__setattr__(self, "top_k", None)
         self._integer("seed", -(2**63), 2**64 - 1)
+        if self.n is None:
+            raise RequestError("n must be a whole number of at least 1, not None", "n")
+        self._integer("n", 1, 2**31)
         self._integer("max_tokens", 0, 2**31)
         self._integer("logprobs", 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -118,11 +124,12 @@ class Reset:
     """The whole state of a sequence that the worker does not know (any more)."""
 
     tokens: npt.NDArray[np.int32]  # [n]: prompt, and what was generated so far
-    pages: tuple[int, ...]  # the whole block table, the pages of a cached prefix included
+    tables: tuple[tuple[int, ...], ...]  # the whole block table of every group, the pages of a cached prefix included
     num_computed: int  # tokens whose K and V lie in those pages already
     params: SamplingParams
     seed: int
     index: int  # of the sequence in its request
+    num_logprobs: int | None = None  # give the log-probability of each token and of so many alternatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +138,10 @@ class Row:
 
     seq_id: int
     num_tokens: int
-    new_pages: tuple[int, ...] = ()  # appended to its block table; empty with a reset
+    changes: tuple[TableChange, ...] = ()  # of its block tables, in order; empty with a reset
     samples: bool = True  # the next token is sampled; only where this row reaches the sequence's last token
     reset: Reset | None = None
+    token: int | None = None  # stands in place of the last one sampled; None keeps that
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +154,7 @@ class Step:
 
     number: int
     rows: tuple[Row, ...]
-    moves: tuple[Move, ...] = ()  # applied in order, before the forward
+    moves: tuple[Move | Mark, ...] = ()  # applied in order, before the forward
     finished: tuple[int, ...] = ()  # sequences that the worker forgets, before it looks at the rows
     restart: bool = False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paged.errors import CheckpointError
-from worker.model_config import ModelConfig
+from worker.model_config import GEMMA3, ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")  # others are quantised, and mean nothing without their scales
@@ -37,6 +38,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    if config.architecture == GEMMA3:
+        layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (config.head_dim,))
+        layer |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (hidden,))
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     for i in range(config.num_layers):
         tensors |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
@@ -74,6 +78,24 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     if config.tie_word_embeddings:
         _tie(weights)
     return weights
+
+
+def replace_weights(weights: dict[str, Tensor], replaced: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Put other tensors in the place of some, in the dtype and on the device of those, by their Hugging Face names.
+
+    Raises CheckpointError, and changes nothing, for a name or shape that is not the model's.
+    """
+    wanted = expected_tensors(config)
+    for name, tensor in replaced.items():
+        if name not in wanted:
+            raise CheckpointError(f"{name} is not a tensor of this model, which has {', '.join(list(wanted)[:3])}, ...")
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != wanted[name]:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)[:80]
+            raise CheckpointError(f"{name} must be floating point {wanted[name]}, not {found}")
+    for name, tensor in replaced.items():
+        weights[name] = tensor.to(weights[name]).clone()  # the caller may go on changing his
+    if config.tie_word_embeddings:
+        weights[HEAD] = weights[EMBEDDING]
 
 
 def _tie(weights: dict[str, Tensor]) -> None:

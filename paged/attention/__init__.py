@@ -13,7 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which queries belong to whom, and where their keys lie. All sequences lie one after another on one flat axis."""
+    """Which queries belong to whom, and where their keys lie in the pages of one group.
+
+    All sequences lie one after another on one flat axis.
+    """
 
     query_start: Tensor  # [seqs + 1] int32: sequence i has the queries query_start[i] to query_start[i + 1] - 1
     seq_lens: Tensor  # [seqs] int32: tokens of each sequence, those of this step included; its queries are the last
@@ -21,4 +24,4 @@ class AttentionMetadata:
     slots: Tensor  # [tokens] int64: where K and V of this step's tokens are written
 
 
-PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]
+PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, int | None], Tensor]

@@ -8,9 +8,12 @@ from torch import Tensor
 from paged.attention import AttentionMetadata
 
 
-def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
+) -> Tensor:
     """softmax(scale * q k^T) v over all tokens of a query's sequence up to and including its own.
 
+    With a window over only the last `window` of those; pages before it are not read.
     q: [tokens, heads, head_dim]; k_pages, v_pages: [pages, page_size, kv_heads, head_dim], the new K and V already
     written; heads is a multiple of kv_heads, and query head h reads kv head h // (heads // kv_heads).
     Returns [tokens, heads, head_dim] in the dtype of q; everything in between is float32 at least.
@@ -25,12 +28,20 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: Attention
         first, last = starts[i], starts[i + 1]
         if first == last:
             continue
-        table = meta.block_tables[i, : -(-seq_len // page_size)].long()
-        k = k_pages[table].flatten(0, 1)[:seq_len].to(wide).repeat_interleave(group, dim=1)  # [seq, heads, dim]
-        v = v_pages[table].flatten(0, 1)[:seq_len].to(wide).repeat_interleave(group, dim=1)
-        scores = scale * torch.einsum("thd,shd->hts", q[first:last].to(wide), k)
         positions = torch.arange(seq_len - (last - first), seq_len, device=q.device)
-        future = torch.arange(seq_len, device=q.device)[None, :] > positions[:, None]  # [queries, seq]
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        seen = torch.arange(first_seen(seq_len, last - first, window), seq_len, device=q.device)  # positions of keys
+        slots = meta.block_tables[i].long()[seen // page_size] * page_size + seen % page_size
+        k = k_pages.flatten(0, 1)[slots].to(wide).repeat_interleave(group, dim=1)  # [seen, heads, dim]
+        v = v_pages.flatten(0, 1)[slots].to(wide).repeat_interleave(group, dim=1)
+        scores = scale * torch.einsum("thd,shd->hts", q[first:last].to(wide), k)
+        unseen = seen[None, :] > positions[:, None]  # [queries, seen]
+        if window is not None:
+            unseen |= seen[None, :] <= positions[:, None] - window
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         out[first:last] = torch.einsum("hts,shd->thd", weights, v).to(q.dtype)
     return out
+
+
+def first_seen(seq_len: int, num_queries: int, window: int | None) -> int:
+    """The first position that any of the last `num_queries` tokens sees."""
+    return 0 if window is None else max(0, seq_len - num_queries - window + 1)

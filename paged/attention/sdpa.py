@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from paged.attention import AttentionMetadata
+from paged.attention.reference import first_seen
 
 
-def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
+) -> Tensor:
     """As `reference.paged_attention`, which see for shapes and meaning."""
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
@@ -28,18 +31,22 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: Attention
         num = last - first
         if num == 0:
             continue
-        table = meta.block_tables[i, : -(-seq_len // page_size)]
-        # [kv_heads, seq, head_dim]
-        k = k_pages.index_select(0, table).flatten(0, 1)[:seq_len].transpose(0, 1)
-        v = v_pages.index_select(0, table).flatten(0, 1)[:seq_len].transpose(0, 1)
+        seen = first_seen(seq_len, num, window)
+        page = seen // page_size
+        table = meta.block_tables[i, page : -(-seq_len // page_size)]
+        part = slice(seen - page * page_size, seq_len - page * page_size)
+        # [kv_heads, seen, head_dim]
+        k = k_pages.index_select(0, table).flatten(0, 1)[part].transpose(0, 1)
+        v = v_pages.index_select(0, table).flatten(0, 1)[part].transpose(0, 1)
         rows = grouped[:, :, first:last].reshape(1, kv_heads, group * num, head_dim)
-        mask = None if num == 1 else _mask(num, seq_len, q).repeat(group, 1)
+        mask = None if num == 1 else _mask(num, seq_len - seen, window, q).repeat(group, 1)
         attended = scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
         result[:, :, first:last] = attended.view(kv_heads, group, num, head_dim)
     return out
 
 
-def _mask(num: int, seq_len: int, like: Tensor) -> Tensor:
-    """Added to the scores [num, seq_len] of a sequence's last `num` tokens: -inf where the key is in the future."""
-    ones = torch.full((num, seq_len), float("-inf"), dtype=like.dtype, device=like.device)
-    return ones.triu_(diagonal=seq_len - num + 1)
+def _mask(num: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """Added to the scores [num, num_keys] of a sequence's last `num` tokens: -inf where a key is not seen."""
+    unseen = torch.full((num, num_keys), float("-inf"), dtype=like.dtype, device=like.device)
+    future = unseen.triu(diagonal=num_keys - num + 1)
+    return future if window is None else future + unseen.tril(diagonal=num_keys - num - window)

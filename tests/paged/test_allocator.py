@@ -10,7 +10,7 @@ import snapshot
 from paged import NULL_PAGE, BlockAllocator, InvariantError, OutOfPages, PageStateError
 
 FREE, REFERENCED, CACHED = 0, 1, 2  # as in _states
-OPERATIONS: dict[str, Callable[[BlockAllocator, int], object]] = {
+OPERATIONS: dict[str, Callable[[BlockAllocator, list[int]], object]] = {
     "share": BlockAllocator.share,
     "release": BlockAllocator.release,
     "park": BlockAllocator.park,
@@ -27,8 +27,8 @@ def pool() -> BlockAllocator:
     """8 pages: 1 referenced once, 2 twice, 3 cached, the others free."""
     allocator = BlockAllocator(8)
     allocator.allocate(3)
-    allocator.share(2)
-    allocator.park(3)
+    allocator.share([2])
+    allocator.park([3])
     return allocator
 
 
@@ -74,56 +74,56 @@ def test_allocated_pages_have_one_reference() -> None:
 def test_the_page_released_last_is_handed_out_first() -> None:
     allocator = BlockAllocator(8)
     allocator.allocate(3)
-    allocator.release(2)
-    allocator.release(1)
+    allocator.release([2])
+    allocator.release([1])
     assert allocator.allocate(2) == [1, 2]
 
 
 def test_share_adds_a_reference_to_a_referenced_page() -> None:
     allocator = pool()
-    allocator.share(1)
+    allocator.share([1])
     assert allocator.ref_count(1) == 2
     assert numbers(allocator) == (4, 2, 1)
 
 
 def test_share_gives_a_cached_page_its_first_reference() -> None:
     allocator = pool()
-    allocator.share(3)
+    allocator.share([3])
     assert allocator.ref_count(3) == 1
     assert numbers(allocator) == (4, 3, 0)
 
 
 def test_release_keeps_a_page_that_others_reference() -> None:
     allocator = pool()
-    allocator.release(2)
+    allocator.release([2])
     assert allocator.ref_count(2) == 1
     assert numbers(allocator) == (4, 2, 1)
 
 
 def test_release_frees_a_page_with_its_last_reference() -> None:
     allocator = pool()
-    allocator.release(1)
+    allocator.release([1])
     assert allocator.ref_count(1) == 0
     assert numbers(allocator) == (5, 1, 1)
 
 
 def test_park_keeps_a_page_that_others_reference() -> None:
     allocator = pool()
-    assert allocator.park(2) is False
+    assert allocator.park([2]) == []
     assert allocator.ref_count(2) == 1
     assert numbers(allocator) == (4, 2, 1)
 
 
 def test_park_caches_a_page_with_its_last_reference() -> None:
     allocator = pool()
-    assert allocator.park(1) is True
+    assert allocator.park([1]) == [1]
     assert allocator.ref_count(1) == 0
     assert numbers(allocator) == (4, 1, 2)
 
 
 def test_reclaim_frees_a_cached_page() -> None:
     allocator = pool()
-    allocator.reclaim(3)
+    allocator.reclaim([3])
     assert numbers(allocator) == (5, 2, 0)
 
 
@@ -134,7 +134,7 @@ def test_cached_pages_are_never_handed_out() -> None:
 @pytest.mark.parametrize(("operation", "state"), sorted(ALLOWED))
 def test_an_allowed_transition_leaves_a_sound_pool(operation: str, state: str) -> None:
     allocator = pool()
-    OPERATIONS[operation](allocator, PAGES[state])
+    OPERATIONS[operation](allocator, [PAGES[state]])
     allocator.check()
 
 
@@ -146,15 +146,42 @@ def test_any_other_transition_is_refused_and_changes_nothing(operation: str, sta
     allocator = pool()
     before = snapshot.of_allocator(allocator)
     with pytest.raises(PageStateError, match=f"page {PAGES[state]} is "):
-        OPERATIONS[operation](allocator, PAGES[state])
+        OPERATIONS[operation](allocator, [PAGES[state]])
     assert snapshot.of_allocator(allocator) == before
+
+
+@pytest.mark.parametrize("operation", ["share", "release", "park"])
+@pytest.mark.parametrize("state", sorted(PAGES.keys() - {"referenced"}))
+def test_one_wrong_page_among_several_changes_nothing(operation: str, state: str) -> None:
+    if (operation, state) in ALLOWED:
+        return  # not wrong
+    allocator = pool()
+    before = snapshot.of_allocator(allocator)
+    with pytest.raises(PageStateError, match=f"page {PAGES[state]} is "):
+        OPERATIONS[operation](allocator, [1, 2, PAGES[state]])
+    assert snapshot.of_allocator(allocator) == before
+
+
+@pytest.mark.parametrize(("operation", "page"), [("release", 2), ("park", 2), ("reclaim", 3)])
+def test_a_page_named_twice_is_refused_and_changes_nothing(operation: str, page: int) -> None:
+    allocator = pool()
+    before = snapshot.of_allocator(allocator)
+    with pytest.raises(PageStateError, match="named twice"):
+        OPERATIONS[operation](allocator, [page, page])
+    assert snapshot.of_allocator(allocator) == before
+
+
+def test_a_page_may_be_shared_twice_at_once() -> None:
+    allocator = pool()
+    allocator.share([1, 1])
+    assert allocator.ref_count(1) == 3
 
 
 def test_a_double_release_raises_and_names_page_and_state() -> None:
     allocator = pool()
-    allocator.release(1)
+    allocator.release([1])
     with pytest.raises(PageStateError, match="page 1 is free, not referenced"):
-        allocator.release(1)
+        allocator.release([1])
 
 
 def test_out_of_pages_carries_the_numbers_and_changes_nothing() -> None:

@@ -18,7 +18,7 @@ import snapshot
 
 import paged
 from paged import InvariantError, KVCacheManager, PrefixCache
-from paged.prefix_cache import Entry, Tokens
+from paged.prefix_cache import Duplicate, Entry, Tokens, namespace
 
 PAGE_SIZE = 4
 P, Q = list(range(1, 10)), list(range(11, 20))  # case A08: two full pages and one token each
@@ -38,7 +38,7 @@ def one_bit(parent: bytes, page: bytes) -> bytes:
 
 def manager_with(digest: Callable[[bytes, bytes], bytes], num_pages: int = 16) -> KVCacheManager:
     manager = KVCacheManager(num_pages, PAGE_SIZE)
-    manager.prefix_cache = PrefixCache(PAGE_SIZE, digest)
+    manager.prefix_cache = PrefixCache(PAGE_SIZE, digest=digest)
     return manager
 
 
@@ -51,7 +51,7 @@ def run(manager: KVCacheManager, seq_id: int, prompt: list[int]) -> int:
 
 def hit(manager: KVCacheManager, prompt: list[int]) -> list[int]:
     """The pages found for a prompt."""
-    return [entry.page for entry in manager.prefix_cache.match(tokens(*prompt))]
+    return [entry.pages[0] for entry in manager.prefix_cache.match(tokens(*prompt))]
 
 
 # Digests
@@ -59,8 +59,8 @@ def hit(manager: KVCacheManager, prompt: list[int]) -> list[int]:
 
 def test_a_digest_is_sha256_over_the_digest_before_and_the_tokens_as_little_endian_int32() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(1, 2, 3, 4, 300, 70_000, 7, 2**31 - 1), [5, 6], chain, 8)
-    root = hashlib.sha256(b"paged").digest()
+    cache.publish(tokens(1, 2, 3, 4, 300, 70_000, 7, 2**31 - 1), [[5, 6]], chain, 8)
+    root = hashlib.sha256(b"[null, null, 0]").digest()
     first = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()
     second = hashlib.sha256(first + struct.pack("<4i", 300, 70_000, 7, 2**31 - 1)).digest()
     assert [entry.digest for entry in chain] == [first, second]
@@ -68,35 +68,35 @@ def test_a_digest_is_sha256_over_the_digest_before_and_the_tokens_as_little_endi
 
 def test_an_entry_keeps_the_tokens_of_its_page_in_their_order() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(4, 3, 2, 1), [5], chain, 4)
+    cache.publish(tokens(4, 3, 2, 1), [[5]], chain, 4)
     assert chain[0].tokens == struct.pack("<4i", 4, 3, 2, 1)
 
 
 @pytest.mark.parametrize("other", [[4, 3, 2, 1, 9], [1, 2, 3, 5, 9], [0, 1, 2, 3, 4], [256, 512, 768, 1024, 9]])
 def test_other_tokens_or_another_order_of_them_are_not_found(other: list[int]) -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(1, 2, 3, 4), [5], [], 4)
+    cache.publish(tokens(1, 2, 3, 4), [[5]], [], 4)
     assert cache.match(tokens(*other)) == []
 
 
 def test_tokens_of_another_width_or_stride_are_found_all_the_same() -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(1, 2, 3, 4), [5], [], 4)
+    cache.publish(tokens(1, 2, 3, 4), [[5]], [], 4)
     strided = np.array([1, 0, 2, 0, 3, 0, 4, 0, 9], dtype=np.int32)[::2]
-    assert [entry.page for entry in cache.match(strided)] == [5]
+    assert [entry.pages[0] for entry in cache.match(strided)] == [5]
 
 
 def test_the_same_page_after_another_history_is_not_found() -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(1, 2, 3, 4, 5, 6, 7, 8), [5, 6], [], 8)
+    cache.publish(tokens(1, 2, 3, 4, 5, 6, 7, 8), [[5, 6]], [], 8)
     assert cache.match(tokens(5, 6, 7, 8, 9)) == []
-    assert [entry.page for entry in cache.match(tokens(1, 2, 3, 4, 9, 9, 9, 9, 5, 6, 7, 8, 9))] == [5]
+    assert [entry.pages[0] for entry in cache.match(tokens(1, 2, 3, 4, 9, 9, 9, 9, 5, 6, 7, 8, 9))] == [5]
 
 
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
 def test_a_hit_never_covers_the_last_token(length: int, pages: int) -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(np.arange(12, dtype=np.int32), [5, 6, 7], [], 12)
+    cache.publish(np.arange(12, dtype=np.int32), [[5, 6, 7]], [], 12)
     assert len(cache.match(np.arange(length, dtype=np.int32))) == pages
 
 
@@ -111,24 +111,24 @@ def test_looking_up_changes_nothing() -> None:
 
 def test_only_full_pages_of_computed_tokens_are_published() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(*P), [5, 6, 7], chain, 7)
-    assert [entry.page for entry in chain] == [5]
-    cache.publish(tokens(*P), [5, 6, 7], chain, 8)
-    assert [entry.page for entry in chain] == [5, 6]
+    cache.publish(tokens(*P), [[5, 6, 7]], chain, 7)
+    assert [entry.pages[0] for entry in chain] == [5]
+    cache.publish(tokens(*P), [[6, 7]], chain, 8)
+    assert [entry.pages[0] for entry in chain] == [5, 6]
 
 
-def test_a_page_whose_content_is_cached_already_stays_private() -> None:
+def test_a_page_whose_content_is_cached_already_is_a_duplicate() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(*P), [5, 6], [], 8)
-    cache.publish(tokens(1, 2, 3, 4, 50, 60, 70, 80), [7, 8], chain, 8)
-    assert [entry.page for entry in chain] == [5, 8]
+    cache.publish(tokens(*P), [[5, 6]], [], 8)
+    assert cache.publish(tokens(1, 2, 3, 4, 50, 60, 70, 80), [[7, 8]], chain, 8) == [Duplicate(0, 0, 5)]
+    assert [entry.pages[0] for entry in chain] == [5, 8]
     assert cache.entry(7) is None
     cache.check()
 
 
 def test_the_number_of_entries_is_the_length() -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(*P), [5, 6], [], 8)
+    cache.publish(tokens(*P), [[5, 6]], [], 8)
     assert (len(cache), cache.num_idle) == (2, 0)
 
 
@@ -251,61 +251,30 @@ def test_evicting_with_every_page_owned_raises() -> None:
 
 
 def test_what_only_a_forgotten_page_led_to_is_forgotten_too() -> None:
-    """Two sequences compute the same first page, and the second one's later page hangs below the first one's page."""
+    made = PrefixCache(PAGE_SIZE)
+    chain: list[Entry] = []
+    made.publish(tokens(*range(12)), [[5, 6, 7]], chain, 12)
+    made.park([5])  # 6 and 7 keep an owner
+    assert made.evict() == [5]
+    assert (len(made), [entry.live for entry in chain]) == (0, [False] * 3)
+    made.check()
+    assert made.publish(tokens(*range(16)), [[8]], chain, 16) == []
+    assert len(made) == 0, "nothing is published below a forgotten page"
+
+
+def test_a_sequence_that_computes_what_another_has_cached_counts_as_a_use_of_it() -> None:
+    """Both miss; the first is gone before the second ends, so the page is the second's to give back."""
     manager = KVCacheManager(8, PAGE_SIZE)
-    for seq_id in (1, 2):  # both miss
+    for seq_id in (1, 2):
         manager.allocate(seq_id, tokens(*P), 9)
-    for seq_id, prompt in ((1, P[:4]), (2, P)):
-        manager.commit(seq_id, tokens(*prompt), len(prompt))
+    manager.commit(1, tokens(*P), 4)
     manager.free(1)
-    manager.allocate(3, tokens(*range(60, 68)), 8)  # takes what is free, then evicts the first page
-    manager.allocate(4, tokens(*range(70, 78)), 8)
-    assert manager.match(tokens(*P)) == 0
-    assert len(manager.prefix_cache) == 0
-    manager.check()
-    manager.free(2)  # its page, forgotten while it was owned, is free now and not cached
-    assert manager.allocator.num_cached == 0
-    manager.check()
-
-
-def through_others_pages() -> KVCacheManager:
-    """Sequence 2 owns only the second of its first three pages' entries: the first is 1's, the third 3's.
-
-    1 and 3 have ended, so the first and the third page have no owner; one page more, and the third is evicted.
-    """
-    manager, prompt = KVCacheManager(12, PAGE_SIZE), tokens(*range(1, 14))
-    manager.allocate(1, prompt[:5], 5)
-    manager.allocate(2, prompt, 13)
-    manager.commit(1, prompt[:5], 5)
-    manager.commit(2, prompt, 8)
-    assert manager.allocate(3, prompt, 13) == 8
-    manager.commit(3, prompt, 12)
-    manager.commit(2, prompt, 12)
-    manager.free(1)
+    run(manager, 3, Q[:4])
     manager.free(3)
-    manager.allocate(4, tokens(*range(50, 50 + PAGE_SIZE * (manager.allocator.num_free + 1))), 99)
-    assert manager.match(prompt) == 8
-    return manager
-
-
-def test_a_sequence_whose_last_entry_is_forgotten_still_counts_as_a_use_of_the_others() -> None:
-    """Else the first page, without an owner for longer, would go before the second, which only it leads to."""
-    manager = through_others_pages()
+    manager.commit(2, tokens(*P), 9)
     manager.free(2)
     manager.check()
-    manager.allocate(5, tokens(*range(80, 80 + PAGE_SIZE * (manager.allocator.num_free + 1))), 99)
-    assert manager.match(tokens(*P)) == 4
-
-
-def test_nothing_is_published_below_a_forgotten_page() -> None:
-    manager = through_others_pages()
-    prompt = tokens(*range(1, 18))
-    manager.free(4)
-    manager.extend(2, 17)
-    manager.commit(2, prompt, 17)
-    assert manager.match(prompt) == 8
-    assert len(manager.prefix_cache) == 2
-    manager.check()
+    assert next(manager.prefix_cache.idle_pages()) == hit(manager, [*Q[:4], 0])[0]
 
 
 class Node:
@@ -346,11 +315,11 @@ class LeastRecentlyUsed:
         owned = list(path)
         for end in range((len(path) + 1) * PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
             history = tuple(prompt[:end])
-            if history not in self.nodes:
-                self.nodes[history] = Node(history, owners=1)
-                private -= 1
-                owned.append(self.nodes[history])
-            path.append(self.nodes[history])
+            node = self.nodes.setdefault(history, Node(history, owners=0))
+            node.owners += 1
+            private -= 1  # its own page is the node's now, or is given back as the node had one
+            owned.append(node)
+            path.append(node)
         self.running[seq_id] = path, owned, private
         return True
 
@@ -400,16 +369,19 @@ def test_eviction_is_by_least_recent_use_as_in_a_brute_force_model(seed: int) ->
 
 
 def cache() -> PrefixCache:
-    """A chain of pages 5, 6, 7 and a branch 8 below 5. Of page 5 to 8 all but 6's owner are gone: 7, 8 and 5 idle.
+    """A chain of pages 5, 6, 7 and a branch 8 below 5; 9 in another namespace, pinned. All but 6 are idle.
 
     root <- 5 <- 6 <- 7
               <- 8
+    other <- 9
     """
-    made = PrefixCache(PAGE_SIZE)
-    made.publish(np.arange(12, dtype=np.int32), [5, 6, 7], [], 12)
-    made.publish(tokens(0, 1, 2, 3, 50, 51, 52, 53), [5, 8], [], 8)
-    for page in (7, 8, 5):
-        made.park(page)
+    made, chain = PrefixCache(PAGE_SIZE), list[Entry]()
+    made.publish(np.arange(12, dtype=np.int32), [[5, 6, 7]], [], 12)
+    made.publish(tokens(0, 1, 2, 3, 50, 51, 52, 53), [[5, 8]], [], 8)
+    made.publish(tokens(0, 1, 2, 3), [[9]], chain, 4, namespace("salt"))
+    made.pin(chain, 10.0)
+    for page in (7, 8, 5, 9):
+        made.park([page])
     return made
 
 
@@ -420,7 +392,7 @@ def at(made: PrefixCache, page: int) -> Entry:
 
 
 def stray() -> Entry:
-    return Entry(b"stray", 9, b"", None)
+    return Entry(b"stray", b"", None, (0,))
 
 
 def set_on(page: int, name: str, value: object) -> Callable[[PrefixCache], object]:
@@ -430,27 +402,36 @@ def set_on(page: int, name: str, value: object) -> Callable[[PrefixCache], objec
 INV1, INV2, INV3 = (f"prefix cache INV-{i}" for i in (1, 2, 3))
 Fault = tuple[str, str, Callable[[PrefixCache], object], str]
 FAULTS: list[Fault] = [
-    ("_root", "another root", lambda c: setattr(c, "_root", stray()), INV1),
+    ("_roots", "another root", lambda c: c._roots.update({namespace(): stray()}), INV1),
+    ("_roots", "one lost", lambda c: c._roots.pop(namespace("salt")), INV1),
     ("_entries", "a parent lost", lambda c: c._entries.pop(at(c, 6).digest), INV1),
     ("_entries", "a leaf lost", lambda c: c._entries.pop(at(c, 7).digest), INV2),
-    ("_entries", "a leaf under another key", lambda c: c._entries.update({b"x": c._entries.popitem()[1]}), INV2),
-    ("_entries", "an entry twice", lambda c: c._entries.update({b"x": at(c, 7)}), INV2),
+    ("_entries", "a leaf under another key", lambda c: c._entries.update({b"x": c._entries.popitem()[1]}), INV1),
+    ("_entries", "an entry twice", lambda c: c._entries.update({b"x": at(c, 7)}), INV1),
     ("_by_page", "a page lost", lambda c: c._by_page.pop(6), INV2),
-    ("_by_page", "a page too many", lambda c: c._by_page.update({9: at(c, 6)}), INV2),
+    ("_by_page", "a page too many", lambda c: c._by_page.update({99: at(c, 6)}), INV2),
     ("_by_page", "two pages swapped", lambda c: c._by_page.update({7: at(c, 8), 8: at(c, 7)}), INV2),
-    ("_idle", "a page without an entry", lambda c: c._idle.update({9: stray()}), INV2),
+    ("_idle", "a page without an entry", lambda c: c._idle.update({99: stray()}), INV2),
     ("_idle", "another entry", lambda c: c._idle.update({7: at(c, 8)}), INV2),
     ("_idle", "a child after its parent", lambda c: c._idle.move_to_end(8), INV3),
-    ("entry.children", "a child lost", lambda c: at(c, 6).children.clear(), INV1),
-    ("entry.children", "a child too many", lambda c: at(c, 7).children.add(stray()), INV2),
-    ("entry.children", "a child of two", lambda c: at(c, 7).children.add(at(c, 8)), INV2),
+    ("_idle", "a pinned page", lambda c: c._idle.update({9: c._pinned_idle.pop(9)}), INV2),
+    ("_pinned_idle", "a page that is not pinned", lambda c: c._pinned_idle.update({7: c._idle.pop(7)}), INV2),
+    ("_pins", "one lost", lambda c: c._pins.clear(), INV2),
+    ("_pins", "one too many", lambda c: c._pins.update({at(c, 7): 1.0}), INV2),
+    ("_pins", "one that cannot be found", lambda c: c._pins.update({stray(): 1.0}), INV2),
+    ("entry.child", "none", set_on(6, "child", None), INV1),
+    ("entry.child", "one that cannot be found", set_on(7, "child", stray()), INV2),
+    ("entry.child", "another's", lambda c: setattr(at(c, 7), "child", at(c, 6)), INV2),
+    ("entry.right", "none", lambda c: setattr(at(c, 8), "right", None), INV1),
+    ("entry.left", "none", lambda c: setattr(at(c, 6), "left", None), INV2),
     ("entry.parent", "none", set_on(7, "parent", None), INV1),
     ("entry.parent", "not an entry", set_on(7, "parent", stray()), INV1),
     ("entry.parent", "another", lambda c: setattr(at(c, 7), "parent", at(c, 8)), INV1),
     ("entry.live", "dead", set_on(7, "live", False), INV1),
-    ("entry.tokens", "others", set_on(7, "tokens", bytes(16)), INV2),
-    ("entry.digest", "another", set_on(7, "digest", bytes(32)), INV2),
-    ("entry.page", "another", set_on(7, "page", 9), INV2),
+    ("entry.tokens", "others", set_on(7, "tokens", bytes(16)), INV1),
+    ("entry.digest", "another", set_on(7, "digest", bytes(32)), INV1),
+    ("entry.pages", "another", set_on(7, "pages", (99,)), INV2),
+    ("entry.pages", "none", set_on(7, "pages", (0,)), INV2),
 ]
 
 
@@ -467,5 +448,5 @@ def test_check_names_the_invariant_of_a_planted_fault(
 
 
 def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
-    state = set(vars(cache())) - {"page_size", "_digest"} | {f"entry.{name}" for name in Entry.__slots__}
+    state = set(vars(cache())) - {"page_size", "windows", "_digest"} | {f"entry.{name}" for name in Entry.__slots__}
     assert {fault[0] for fault in FAULTS} == state

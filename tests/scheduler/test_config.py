@@ -70,19 +70,20 @@ def test_every_power_of_two_up_to_256_is_a_page_size(page_size: int) -> None:
         ("4096", 4096),
         ("4096B", 4096),
         (123_456, 123_456),
-        ("30%", 300),
-        ("100%", 1000),
-        ("12.5 %", 125),
+        ("30%", 0.3),
+        ("100%", 1.0),
+        ("12.5 %", 0.125),
     ],
 )
-def test_kv_memory_in_bytes(text: str | int, expected: int) -> None:
-    assert parse_memory(text, available=1000) == expected
+def test_kv_memory_is_bytes_or_a_share(text: str | int, expected: int | float) -> None:
+    found = parse_memory(text)
+    assert (found, type(found)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize("value", ["101%", "0", "0%", "0GiB", "0.0MB"])
 def test_nothing_and_more_than_everything_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="more than nothing and at most 100%"):
-        parse_memory(value, available=1000)
+        parse_memory(value)
 
 
 def test_the_config_is_frozen_and_every_setting_has_a_help_text() -> None:

@@ -68,7 +68,7 @@ def test_an_answer_holds_the_request_and_its_tokens() -> None:
 def test_without_a_stream_only_ends_are_given() -> None:
     engine, _ = fake_engine(16, 4)
     engine.add("short", PROMPT, greedy(2))
-    engine.add("long", PROMPT, greedy(5))
+    engine.add("long", PROMPT[::-1], greedy(5))  # else it would wait for the other's prefix
     given = [[output.request_id for output in engine.step()] for _ in range(5)]
     assert given == [[], ["short"], [], [], ["long"]]
 

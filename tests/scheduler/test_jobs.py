@@ -107,7 +107,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_tokens": 9000}, "max_tokens"),
     ({"temprature": 1}, "temprature"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
     ({"stream": True}, "stream"),
     ({"echo": True}, "echo"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -183,6 +184,17 @@ def test_an_answer_has_the_shape_of_openais(llm: LLM, tmp_path: Path) -> None:
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
     content = third["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], []]
+
+
+def test_several_choices_are_one_answer(llm: LLM, tmp_path: Path) -> None:
+    lines = [line("three", n=3, seed=1, max_tokens=4, temperature=1), chat("two", n=2, seed=1, max_tokens=4)]
+    records, progress = run(llm, tmp_path, lines)
+    for record, n in zip(sorted(records, key=lambda r: -len(r["custom_id"])), (3, 2), strict=True):
+        body = record["response"]["body"]
+        assert [choice["index"] for choice in body["choices"]] == list(range(n))
+        assert body["usage"]["completion_tokens"] <= 4 * n
+        assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+    assert progress.failed == 0
 
 
 @pytest.mark.parametrize(("skip", "offsets"), [(True, [0, 6, 6]), (False, [0, 6, 16])])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from fakes import request
 
-from paged import RequestError
+from paged import RequestError, SamplingParams
 from scheduler import policy
-from scheduler.request import Sequence
+from scheduler.policy import Limits
+from scheduler.request import Family, Sequence
 
 
 def resolve(prompt: int, max_tokens: int | None, chat: bool = False, context: int = 32, pages: int = 100) -> int:
-    return policy.resolve_max_tokens(prompt, max_tokens, chat, context, pages, page_size=16)
+    return policy.resolve_max_tokens(prompt, max_tokens, chat, Limits(context, pages, 16))
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -100,25 +101,37 @@ def test_what_is_refused_names_a_number_that_is_accepted(prompt: int, chat: bool
 
 
 def test_the_longest_prompt_is_bounded_by_context_and_pool() -> None:
-    assert policy.longest_prompt(100, 64) == 64
-    assert policy.longest_prompt(100, 128) == 100
+    assert Limits(100, 4, 16).longest_prompt == 64
+    assert Limits(100, 8, 16).longest_prompt == 100
 
 
-def running(seq_id: int, prompt: int, max_tokens: int) -> Sequence:
-    return Sequence(seq_id, request(str(seq_id), [1] * prompt, max_tokens), None)
+def running(number: int, prompt: int, max_tokens: int, n: int = 1) -> Family:
+    wanted = request(str(number), [1] * prompt, max_tokens, params=SamplingParams(n=n))
+    family = Family(number, wanted)
+    family.sequences = [Sequence(10 * number + i, wanted, None, i) for i in range(n)]
+    return family
 
 
-def test_room_wanted_is_a_page_of_growth_up_to_the_peak() -> None:
-    assert policy.room_wanted(running(0, 10, 100), 16) == 26
-    assert policy.room_wanted(running(0, 10, 5), 16) == 14
-    assert policy.room_wanted(running(0, 10, 0), 16) == 10
+@pytest.mark.parametrize(("max_tokens", "tokens"), [(100, 26), (5, 14), (0, 10)])
+def test_room_wanted_is_a_page_of_growth_up_to_the_peak(max_tokens: int, tokens: int) -> None:
+    for page_size in (16, 1):
+        growth = tokens if page_size == 16 else min(tokens, 11)
+        pages = -(-growth // page_size)
+        assert policy.room_wanted(running(0, 10, max_tokens), Limits(1000, 100, page_size)) == pages
 
 
-def test_spare_pages_are_what_running_sequences_still_take() -> None:
-    tables = [(running(0, 10, 100), 1), (running(1, 10, 5), 1), (running(2, 40, 100), 1), (running(3, 1, 9), 5)]
-    assert policy.spare_pages(tables, 16) == 1 + 0 + 3 + 0
+@pytest.mark.parametrize(("prompt", "n", "pages"), [(10, 1, 4), (10, 3, 8), (9, 3, 8), (8, 3, 7), (1, 3, 6)])
+def test_branches_share_the_full_pages_of_the_prompt(prompt: int, n: int, pages: int) -> None:
+    """Pages of 4, room for prompt and 4 tokens: shared are those without the prompt's last token."""
+    assert policy.room_wanted(running(0, prompt, 100, n), Limits(1000, 100, 4)) == pages
+
+
+def test_a_window_bounds_what_a_sequence_wants() -> None:
+    limits = Limits(1_000_000, 10_000, 16, (512, None), 1, 256)
+    assert limits.pages(16_000) == 1000 + (511 + 256 + 15) // 16 + 1
+    assert limits.longest_prompt == (10_000 - 49) * 16
 
 
 def test_the_victim_is_the_one_that_arrived_last() -> None:
-    sequences = [running(4, 1, 1), running(9, 1, 1), running(7, 1, 1)]
-    assert policy.victim(sequences).seq_id == 9
+    families = [running(4, 1, 1), running(9, 1, 1), running(7, 1, 1)]
+    assert policy.victim(families).number == 9

@@ -1,4 +1,4 @@
-"""Sequence and its transitions: every allowed one, every forbidden one, and where the end is detected."""
+"""Families and their transitions, every allowed one, every forbidden one; where the end of a sequence is detected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeText, request
 
 from paged import SamplingParams
-from scheduler.request import Sequence, State
+from scheduler.request import Family, Sequence, State
 
 ALLOWED = {
     (State.WAITING, State.RUNNING),
@@ -26,7 +26,7 @@ def sequence(max_tokens: int = 4, params: SamplingParams | None = None, eos: tup
 @pytest.mark.parametrize("after", State)
 @pytest.mark.parametrize("before", State)
 def test_a_transition_is_taken_or_refused(before: State, after: State) -> None:
-    one = sequence()
+    one = Family(0, request("r", [5, 6, 7], 4))
     one.state = before
     if (before, after) in ALLOWED:
         one.move_to(after)
@@ -89,7 +89,7 @@ def test_a_stop_string_found_by_the_text_is_the_stop_reason() -> None:
     assert one.stop_reason == "END"
 
 
-def test_sequences_compare_by_arrival() -> None:
-    first, second = Sequence(1, request("b", [1], 1), None), Sequence(2, request("a", [1], 1), None)
+def test_families_compare_by_arrival() -> None:
+    first, second = Family(1, request("b", [1], 1)), Family(2, request("a", [1], 1))
     assert first < second
     assert max([first, second]) is second

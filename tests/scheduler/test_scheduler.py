@@ -13,7 +13,8 @@ from fakes import FakeExecutor, WrongPage, fake_engine, idle, next_token, solo
 from paged import RequestError, RequestOutput, SamplingParams
 from scheduler import policy
 from scheduler.engine import Engine
-from scheduler.request import TRANSITIONS, Request, Sequence, State
+from scheduler.policy import Limits
+from scheduler.request import TRANSITIONS, Family, Request, State
 
 
 def greedy(max_tokens: int | None, **more: Any) -> SamplingParams:
@@ -80,11 +81,11 @@ def test_s03_a_full_pool_finishes_all_in_order_of_arrival(caching: bool) -> None
 
 def force_preemption(engine: Engine, at: dict[str, set[int]]) -> None:
     """Before the next step, preempt every running sequence whose length is one of those given for it."""
-    for sequence in tuple(engine.scheduler.running):
-        wanted = at[sequence.request.request_id]
+    for family in tuple(engine.scheduler.running):
+        wanted, (sequence,) = at[family.request.request_id], family.sequences
         if sequence.num_tokens in wanted:
             wanted.discard(sequence.num_tokens)
-            engine.scheduler._preempt(sequence)
+            engine.scheduler._preempt(family)
 
 
 @pytest.mark.parametrize("length", [10, 16, 32])
@@ -149,13 +150,12 @@ def test_a12_the_tokens_to_run_come_from_the_allocation_itself() -> None:
         engine, fake = fake_engine(3, 4)
         engine.add("r", prompt(0, 9), greedy(2))
         engine.step()
-        (sequence,) = engine.scheduler.running
-        sequence.num_tokens = 9  # as if preempted before its first token was sampled
-        engine.scheduler._preempt(sequence)
+        (family,) = engine.scheduler.running
+        family.sequences[0].num_tokens = 9  # as if preempted before its first token was sampled
+        engine.scheduler._preempt(family)
         if evict:
-            cache, allocator = engine.scheduler.manager.prefix_cache, engine.scheduler.manager.allocator
-            for page in cache.evict():
-                allocator.reclaim(page)
+            manager = engine.scheduler.manager
+            manager._reclaim(manager.prefix_cache.evict())
         engine.step()
         row = fake.steps[-1].rows[0]
         assert row.reset is not None
@@ -268,7 +268,7 @@ LIMITS = [(31, None, 1), (20, 12, 12), (32, 0, 0), (1, None, 16), (30, None, 2)]
 
 @pytest.mark.parametrize(("length", "asked", "given"), LIMITS)
 def test_h07_max_tokens_up_to_the_context(length: int, asked: int | None, given: int) -> None:
-    assert policy.resolve_max_tokens(length, asked, False, 32, 100, 16) == given
+    assert policy.resolve_max_tokens(length, asked, False, Limits(32, 100, 16)) == given
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -278,25 +278,25 @@ def test_h07_max_tokens_up_to_the_context(length: int, asked: int | None, given:
 )
 def test_h07_past_the_context_is_refused(chat: bool, length: int, asked: int | None, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        policy.resolve_max_tokens(length, asked, chat, 32, 100, 16)
+        policy.resolve_max_tokens(length, asked, chat, Limits(32, 100, 16))
 
 
 def test_a_chat_may_fill_the_context_or_the_pool() -> None:
-    assert policy.resolve_max_tokens(10, None, True, 32, 100, 16) == 22
-    assert policy.resolve_max_tokens(10, None, True, 1000, 2, 16) == 23
+    assert policy.resolve_max_tokens(10, None, True, Limits(32, 100, 16)) == 22
+    assert policy.resolve_max_tokens(10, None, True, Limits(1000, 2, 16)) == 23
 
 
 def test_transitions_are_those_of_the_table() -> None:
     request = Request("r", None, engine_tokens(), greedy(1), 1, 0, frozenset())
     for start, end in itertools.product(State, State):
-        sequence = Sequence(0, request, None)
-        sequence.state = start
+        family = Family(0, request)
+        family.state = start
         if end in TRANSITIONS[start]:
-            sequence.move_to(end)
-            assert sequence.state is end
+            family.move_to(end)
+            assert family.state is end
         else:
             with pytest.raises(AssertionError, match="cannot become"):
-                sequence.move_to(end)
+                family.move_to(end)
 
 
 def engine_tokens() -> Any:

@@ -32,10 +32,10 @@ def test_a_decode_takes_from_the_budget_before_a_new_prompt() -> None:
 
 def test_the_one_that_arrived_last_gives_way_and_comes_back_first() -> None:
     rig = Rig.of(10, 4)
-    sequences = [rig.add(request(f"r{i}", [100 * i + j for j in range(4)], 30)) for i in range(4)]
+    families = [rig.add_family(request(f"r{i}", [100 * i + j for j in range(4)], 30)) for i in range(4)]
     states: list[list[State]] = []
     while rig.step() is not None:
-        states.append([sequence.state for sequence in sequences])
+        states.append([family.state for family in families])
     assert rig.scheduler.stats.preemptions > 0
     order = {State.FINISHED: 0, State.RUNNING: 1, State.PREEMPTED: 2, State.WAITING: 3}
     ranks = [[order[state] for state in row] for row in states]
@@ -57,10 +57,11 @@ def test_nothing_is_admitted_in_the_step_in_which_one_gave_way() -> None:
 
 def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_pages() -> None:
     rig = Rig.of(10, 4)
-    sequence = rig.add(request("r", [1, 2, 3], 9))
+    family = rig.add_family(request("r", [1, 2, 3], 9))
+    (sequence,) = family.sequences
     for _ in range(4):
         rig.step()
-    rig.scheduler._preempt(sequence)
+    rig.scheduler._preempt(family)
     assert (sequence.num_tokens, sequence.num_computed, sequence.seq_id in rig.scheduler.manager) == (7, 0, False)
     step = rig.schedule()
     assert step is not None
@@ -72,10 +73,10 @@ def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_pages() -> None:
 
 def test_what_is_computed_twice_is_counted_as_recomputed() -> None:
     rig = Rig.of(10, 4, caching=False)
-    sequence = rig.add(request("r", [1, 2, 3], 9))
+    family = rig.add_family(request("r", [1, 2, 3], 9))
     for _ in range(4):
         rig.step()
-    rig.scheduler._preempt(sequence)
+    rig.scheduler._preempt(family)
     rig.run()
     stats = rig.scheduler.stats
     assert (stats.recomputed_tokens, stats.computed_tokens) == (6, 6 + 11)
@@ -83,14 +84,15 @@ def test_what_is_computed_twice_is_counted_as_recomputed() -> None:
 
 
 def test_equal_prompts_of_one_step_share_nothing_that_is_not_computed() -> None:
-    """P4: the second is admitted without a hit; the third, a step later, has one."""
+    """P4: the second waits while the first computes what both begin with, then hits, as does one that comes later."""
     rig = Rig.of(20, 4)
-    sequences = [rig.add(request(name, list(range(9)), 4)) for name in "ab"]
+    families = [rig.add_family(request(name, list(range(9)), 4)) for name in "ab"]
     rig.step()
-    sequences.append(rig.add(request("c", list(range(9)), 4)))
+    assert [family.state for family in families] == [State.RUNNING, State.WAITING]
+    families.append(rig.add_family(request("c", list(range(9)), 4)))
     rig.run()
-    assert [sequence.num_cached for sequence in sequences] == [0, 0, 8]
-    assert [output(sequence) for sequence in sequences] == [solo(range(9), 4)] * 3
+    assert [family.num_cached for family in families] == [0, 8, 8]
+    assert [output(family.sequences[0]) for family in families] == [solo(range(9), 4)] * 3
 
 
 def test_an_abort_leaves_only_computed_pages_in_the_cache() -> None:

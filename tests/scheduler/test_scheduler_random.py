@@ -14,7 +14,7 @@ from fakes import GREEDY, FakeText, Rig, output, request, solo
 
 from paged import RequestError, SamplingParams
 from scheduler import policy
-from scheduler.request import Request, Sequence, State
+from scheduler.request import Family, Request, State
 
 SAMPLED = SamplingParams(temperature=1.0)
 FAMILIES = [[(37 * family + 11 * i) % 900 for i in range(200)] for family in range(3)]
@@ -34,8 +34,9 @@ class Load:
     rng: random.Random = field(init=False)
     rig: Rig = field(init=False)
     growing: bool = field(init=False)  # short prompts and long outputs: these run out of pages
-    added: dict[str, Sequence] = field(default_factory=dict)
+    added: dict[str, Family] = field(default_factory=dict)
     num_failed: int = 0
+    num_waited: int = 0  # steps in which one waited for what an older one was computing
     num_gave_way: int = 0  # preempted for want of pages, not by a failure
 
     def __post_init__(self) -> None:
@@ -65,14 +66,13 @@ class Load:
 
     def add(self, name: str) -> None:
         wanted = self.draw(name)
-        manager = self.rig.scheduler.manager
         try:
             policy.resolve_max_tokens(
-                len(wanted.prompt_token_ids), wanted.max_tokens, False, 1000, manager.num_usable, manager.page_size
+                len(wanted.prompt_token_ids), wanted.max_tokens, False, self.rig.scheduler.limits
             )
         except RequestError:
             return
-        self.added[name] = self.rig.add(wanted)
+        self.added[name] = self.rig.add_family(wanted)
 
     def draw(self, name: str) -> Request:
         rng, manager = self.rng, self.rig.scheduler.manager
@@ -113,26 +113,24 @@ class Load:
 
     def check_order(self) -> None:
         """First come, first served: whoever runs arrived before whoever waits."""
-        live = [s for s in self.added.values() if s.state is not State.FINISHED]
-        running = [s.seq_id for s in live if s.state is State.RUNNING]
-        assert running == [s.seq_id for s in self.rig.scheduler.running]
-        assert running == sorted(s.seq_id for s in live)[: len(running)]
+        live = sorted(family for family in self.added.values() if family.state is not State.FINISHED)
+        running = [family for family in live if family.state is State.RUNNING]
+        assert running == self.rig.scheduler.running == live[: len(running)]
+        self.num_waited += any(self.rig.scheduler._waits_for_older(family) for family in live[len(running) :][:1])
 
     def bound(self) -> int:
         """S2: the oldest always runs and never gives way, so it ends within its chunks and one step a token; a step
         that fails costs its own and the chunks of the oldest again."""
-        budget = self.rig.scheduler.max_num_batched_tokens
-        peaks = [sequence.request.peak_tokens for sequence in self.added.values()]
-        longest = -(-max(peaks, default=0) // budget)
-        steps = sum(
-            -(-sequence.request.peak_tokens // budget) + sequence.request.max_tokens for sequence in self.added.values()
-        )
+        budget = self.rig.scheduler.limits.max_num_batched_tokens
+        requests = [family.request for family in self.added.values()]
+        longest = -(-max((wanted.peak_tokens for wanted in requests), default=0) // budget)
+        steps = sum(-(-wanted.peak_tokens // budget) + wanted.max_tokens for wanted in requests)
         return steps + self.num_failed * (longest + 1)
 
     def check_answers(self) -> None:
         """Every request has ended, once, with the tokens it gets alone."""
         ended = self.rig.ended
-        assert sorted(s.seq_id for s in ended) == sorted(s.seq_id for s in self.added.values())
+        assert sorted(s.seq_id for s in ended) == sorted(f.sequences[0].seq_id for f in self.added.values())
         for sequence in ended:
             wanted, tokens = sequence.request, output(sequence)
             free = solo(wanted.prompt_token_ids.tolist(), wanted.max_tokens, params=wanted.params, seed=wanted.seed)
@@ -176,5 +174,6 @@ def test_the_loads_reach_what_they_are_for() -> None:
     assert sum(s.recomputed_tokens for s in stats) > 100
     assert sum(s.cached_tokens for s in stats) > 50
     assert sum(load.num_failed for load in loads) > 20
+    assert sum(load.num_waited for load in loads) > 2
     assert sum(s.finish_reason == "abort" for load in loads for s in load.rig.ended) > 20
     assert any(len(load.rig.executor.steps) < load.bound() for load in loads)

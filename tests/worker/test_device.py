@@ -79,31 +79,75 @@ def test_threads_that_are_set_stay() -> None:
     assert pick_threads(7) == (7, "as set")
 
 
+QUOTAS = [("max", 4), (200000, 2), (150000, 2), (1000, 1), (800000, 4), (400000, 4)]  # of 100000, and threads
+
+
+def quota(root: Path, group: str, limit: int | str, version: int = 2, mount: str = "cpu") -> None:
+    if version == 2:
+        files = {f"./{group}/cpu.max": f"{limit} 100000\n"}
+    else:
+        limit = -1 if limit == "max" else limit
+        files = {f"{mount}/{group}/cpu.cfs_quota_us": f"{limit}\n", f"{mount}/{group}/cpu.cfs_period_us": "100000\n"}
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def join(root: Path, lines: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+
+
 @pytest.mark.usefixtures("four_cpus")
-@pytest.mark.parametrize(
-    ("cpu_max", "expected"),
-    [
-        ("max 100000\n", 4),
-        ("200000 100000\n", 2),
-        ("150000 100000\n", 2),
-        ("1000 100000\n", 1),
-        ("800000 100000\n", 4),
-        ("400000 100000\n", 4),
-    ],
-)
-def test_threads_are_the_affinity_cut_to_the_quota(tmp_path: Path, cpu_max: str, expected: int) -> None:
-    threads, reason = pick_threads(None, file(tmp_path, cpu_max))
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("limit", "expected"), QUOTAS)
+def test_threads_are_the_affinity_cut_to_the_quota(
+    tmp_path: Path, limit: int | str, expected: int, version: int
+) -> None:
+    join(tmp_path, "5:cpu:/job\n0::/job\n")
+    quota(tmp_path, "job", limit, version)
+    threads, reason = pick_threads(None, tmp_path)
     assert threads == expected
     assert reason == ("the cgroup's CPU quota" if expected < 4 else "CPUs that this process may run on")
 
 
 @pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize(("outer", "inner", "expected"), [(300000, 100000, 1), (100000, 300000, 1), ("max", 300000, 3)])
+@pytest.mark.parametrize("version", [1, 2])
+def test_threads_are_cut_to_the_tightest_of_nested_groups(
+    tmp_path: Path, outer: int | str, inner: int, expected: int, version: int
+) -> None:
+    join(tmp_path, "5:cpu:/slice/job\n0::/slice/job\n")
+    quota(tmp_path, "slice", outer, version)
+    quota(tmp_path, "slice/job", inner, version)
+    assert pick_threads(None, tmp_path)[0] == expected
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_threads_by_the_quota_at_the_top_where_the_own_group_is_not_to_be_seen(tmp_path: Path) -> None:
+    quota(tmp_path, "", 300000)
+    assert pick_threads(None, tmp_path)[0] == 3
+    join(tmp_path, "5:cpu,cpuacct:/docker/0123\n0::/\n")
+    quota(tmp_path, "", 200000, version=1, mount="cpu,cpuacct")
+    assert pick_threads(None, tmp_path)[0] == 2
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_a_quota_of_another_group_is_not_ours(tmp_path: Path) -> None:
+    join(tmp_path, "5:memory:/other\n0::/job\n")
+    quota(tmp_path, "other", 100000)
+    quota(tmp_path, "other", 100000, version=1)
+    assert pick_threads(None, tmp_path)[0] == 4
+
+
+@pytest.mark.usefixtures("four_cpus")
 def test_threads_without_a_cgroup_are_the_affinity(tmp_path: Path) -> None:
-    assert pick_threads(None, tmp_path / "absent")[0] == 4
+    assert pick_threads(None, tmp_path)[0] == 4
 
 
 def test_threads_where_affinity_is_unknown_are_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     for count, expected in ((3, 3), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        assert pick_threads(None, tmp_path / "absent")[0] == expected
+        assert pick_threads(None, tmp_path)[0] == expected

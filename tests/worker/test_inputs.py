@@ -17,8 +17,12 @@ CPU = torch.device("cpu")
 
 def state(tokens: list[int], pages: list[int], num_computed: int = 0) -> SequenceState:
     return SequenceState(
-        Reset(np.asarray(tokens, dtype=np.int32), tuple(pages), num_computed, SamplingParams(), seed=5, index=2)
+        Reset(np.asarray(tokens, dtype=np.int32), (tuple(pages),), num_computed, SamplingParams(), seed=5, index=2)
     )
+
+
+def append(one: SequenceState, pages: list[int]) -> None:
+    one.change_tables([(0, one.num_pages + i, page) for i, page in enumerate(pages)])
 
 
 def build(*pairs: tuple[Row, SequenceState], page_size: int = 4) -> Inputs:
@@ -41,14 +45,14 @@ def test_tokens_and_positions_of_the_picture() -> None:
 
 
 def test_metadata_of_the_picture() -> None:
-    meta = picture().meta
+    (meta,) = picture().metas
     assert meta.query_start.tolist() == [0, 3, 4, 6]
     assert meta.seq_lens.tolist() == [7, 10, 2]
     assert meta.slots.tolist() == [12, 13, 14, 17, 20, 21]
 
 
 def test_block_tables_are_padded_with_the_null_page() -> None:
-    assert picture().meta.block_tables.tolist() == [[7, 3, 0], [1, 9, 4], [5, 0, 0]]
+    assert picture().metas[0].block_tables.tolist() == [[7, 3, 0], [1, 9, 4], [5, 0, 0]]
 
 
 def test_only_rows_that_sample_are_sampled_at_their_last_token() -> None:
@@ -59,7 +63,7 @@ def test_only_rows_that_sample_are_sampled_at_their_last_token() -> None:
 
 def test_dtypes_are_those_the_model_takes() -> None:
     inputs = picture()
-    meta = inputs.meta
+    (meta,) = inputs.metas
     assert {inputs.token_ids.dtype, inputs.positions.dtype, meta.slots.dtype, inputs.sampled.dtype} == {torch.int64}
     assert {meta.query_start.dtype, meta.seq_lens.dtype, meta.block_tables.dtype} == {torch.int32}
 
@@ -69,7 +73,7 @@ def test_slots_are_those_of_the_block_table(page_size: int) -> None:
     tokens = list(range(300))
     pages = [int(p) for p in np.random.default_rng(page_size).permutation(400)[: -(-300 // page_size)] + 1]
     inputs = build((Row(0, 290), state(tokens, pages, 10)), page_size=page_size)
-    assert inputs.meta.slots.tolist() == BlockTable(page_size, pages).slots(10, 300).tolist()
+    assert inputs.metas[0].slots.tolist() == BlockTable(page_size, pages).slots(10, 300).tolist()
 
 
 @pytest.mark.parametrize(
@@ -91,23 +95,34 @@ def test_a_state_grows_by_tokens_and_pages_without_end() -> None:
     one = state([1, 2, 3], [4])
     for i in range(500):
         one.append_token(i)
-        one.append_pages([i + 5] if i % 3 else [i + 5, i + 6])
-    one.append_pages([])
+        append(one, [i + 5] if i % 3 else [i + 5, i + 6])
+    append(one, [])
     assert one.tokens[: one.num_tokens].tolist() == [1, 2, 3, *range(500)]
     expected = [4] + [page for i in range(500) for page in ([i + 5] if i % 3 else [i + 5, i + 6])]
-    assert one.pages[: one.num_pages].tolist() == expected
+    assert one.pages[0, : one.num_pages].tolist() == expected
 
 
 def test_many_pages_at_once_are_appended() -> None:
     one = state([1], [4])
-    one.append_pages(range(100, 400))
-    assert one.pages[: one.num_pages].tolist() == [4, *range(100, 400)]
+    append(one, list(range(100, 400)))
+    assert one.pages[0, : one.num_pages].tolist() == [4, *range(100, 400)]
+
+
+def test_a_change_in_the_middle_and_one_at_the_end_are_made_in_their_group() -> None:
+    reset = Reset(np.arange(9, dtype=np.int32), ((1, 2, 3), (4, 5, 6)), 8, SamplingParams(), 0, 0)
+    one = SequenceState(reset)
+    one.change_tables([(0, 1, 9), (1, 0, 0), (0, 3, 7), (1, 3, 8)])
+    assert one.pages[:, : one.num_pages].tolist() == [[1, 9, 3, 7], [0, 5, 6, 8]]
+    inputs = build((Row(0, 1), one))
+    assert [meta.block_tables.tolist() for meta in inputs.metas] == [[[1, 9, 3, 7]], [[0, 5, 6, 8]]]
+    assert [meta.slots.tolist() for meta in inputs.metas] == [[12], [24]]
+    assert inputs.metas[0].seq_lens is inputs.metas[1].seq_lens
 
 
 def test_a_state_is_the_workers_own_copy() -> None:
     """Scheduling the next step never changes what the current one reads."""
     tokens = np.asarray([1, 2, 3], dtype=np.int32)
-    one = SequenceState(Reset(tokens, (1,), 0, SamplingParams(), 0, 0))
+    one = SequenceState(Reset(tokens, ((1,),), 0, SamplingParams(), 0, 0))
     tokens[:] = 9
     assert one.tokens[:3].tolist() == [1, 2, 3]
 
@@ -115,9 +130,9 @@ def test_a_state_is_the_workers_own_copy() -> None:
 def test_inputs_do_not_change_when_the_state_goes_on() -> None:
     one = state([1, 2, 3], [1])
     inputs = build((Row(0, 3), one))
-    kept: list[Any] = [inputs.token_ids.clone(), inputs.meta.block_tables.clone(), inputs.meta.slots.clone()]
+    kept: list[Any] = [inputs.token_ids.clone(), inputs.metas[0].block_tables.clone(), inputs.metas[0].slots.clone()]
     one.append_token(9)
     one.tokens[:3] = 7
-    one.pages[0] = 8
-    now = [inputs.token_ids, inputs.meta.block_tables, inputs.meta.slots]
+    one.pages[0, 0] = 8
+    now = [inputs.token_ids, inputs.metas[0].block_tables, inputs.metas[0].slots]
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))

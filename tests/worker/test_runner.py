@@ -46,13 +46,13 @@ def test_logits_of_chunks_and_decodes_equal_transformers(
     for i, tokens in sequences.items():
         manager.allocate(i, np.asarray(tokens, dtype=np.int32), len(tokens))
         pages = tuple(manager.table(i).pages)
-        states[i] = SequenceState(Reset(np.asarray(tokens, dtype=np.int32), pages, 0, GREEDY, 0, 0))
+        states[i] = SequenceState(Reset(np.asarray(tokens, dtype=np.int32), (pages,), 0, GREEDY, 0, 0))
     for turn in range(5):
         rows = [Row(i, sizes[turn], samples=False) for i, sizes in chunks.items() if turn < len(sizes)]
         inputs = build_inputs(rows, [states[row.seq_id] for row in rows], 4, torch.device("cpu"))
         with torch.inference_mode():
             hidden = runner.model.forward(
-                inputs.token_ids, inputs.positions, inputs.meta, runner.pool, runner.attention
+                inputs.token_ids, inputs.positions, inputs.metas, runner.pool, runner.attention
             )
             parts = runner.model.logits(hidden).split([row.num_tokens for row in rows])
         for row, part in zip(rows, parts, strict=True):
@@ -79,7 +79,7 @@ def test_generated_tokens_and_logprobs_equal_transformers(tmp_path: Path) -> Non
 
 def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
-    reset = Reset(np.asarray(TOKENS, dtype=np.int32), tuple(range(1, 20)), 0, GREEDY, 0, 0)
+    reset = Reset(np.asarray(TOKENS, dtype=np.int32), (tuple(range(1, 20)),), 0, GREEDY, 0, 0, GREEDY.logprobs)
     results = []
     for dtype in ("float32", "bfloat16"):
         worker = executor(tmp_path, dtype=dtype)
@@ -91,7 +91,7 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
 def test_the_worker_refuses_what_does_not_fit(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     worker = executor(tmp_path)
-    reset = Reset(np.asarray(TOKENS[:8], dtype=np.int32), (1, 2), 0, GREEDY, 0, 0)
+    reset = Reset(np.asarray(TOKENS[:8], dtype=np.int32), ((1, 2),), 0, GREEDY, 0, 0)
 
     def run(*rows: Row, number: int, **more: Any) -> Any:
         worker.submit(Step(number, rows, **more))
@@ -99,13 +99,13 @@ def test_the_worker_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
     assert run(Row(0, 8, reset=reset), number=0).seq_ids == (0,)
     with pytest.raises(StepError, match="step 2 came where 1 was due"):
-        run(Row(0, 1, (3,)), number=2)
+        run(Row(0, 1, ((0, 2, 3),)), number=2)
     with pytest.raises(StepError, match=r"2 pages of 4"):
         run(Row(0, 1), number=1)  # no page for its ninth token
     with pytest.raises(StepError, match="not known here"):
         run(Row(7, 1), number=2)
     with pytest.raises(StepError, match="not known here"):
-        run(Row(0, 1, (3,)), number=9, restart=True)  # a restart forgets everything
+        run(Row(0, 1, ((0, 2, 3),)), number=9, restart=True)  # a restart forgets everything
     assert run(Row(0, 8, reset=reset), number=10).seq_ids == (0,)
     with pytest.raises(StepError, match="reaches the last token"):
         run(Row(1, 4, reset=reset), number=11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import warnings
 from pathlib import Path
@@ -14,8 +15,9 @@ from oracles import edit_config, tiny_llama
 from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError
-from worker.checkpoints import resolve
-from worker.weights import load_weights
+from worker.checkpoints import BUILTIN, resolve
+from worker.model_config import ModelConfig
+from worker.weights import expected_tensors, load_weights
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -260,3 +262,9 @@ def test_a_folder_without_weights_says_so(untied: tuple[Path, dict[str, torch.Te
     (untied[0] / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         load(untied[0])
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_config_knows_how_many_numbers_its_tensors_have(tie: bool) -> None:
+    config = ModelConfig.from_hf(BUILTIN["smollm2"].config | {"tie_word_embeddings": tie, "head_dim": 80})
+    assert config.num_parameters == sum(math.prod(shape) for shape in expected_tensors(config).values())

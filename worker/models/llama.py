@@ -6,6 +6,7 @@ and up projections another, so that a layer is four matrix products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.functional import linear, silu
 
 from paged.attention import AttentionMetadata, PagedAttention
 from paged.pool import KVPool
-from worker.layers import Rotary, rms_norm, rotate
+from worker.layers import Rotary, rms_norm, rotate, take
 from worker.model_config import ModelConfig
 
 
@@ -48,22 +49,28 @@ class Llama:
         self.rotary = Rotary(config.head_dim, config.rope_theta, max_model_len, dtype, device)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata, pool: KVPool, attention: PagedAttention
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metas: SequenceOf[AttentionMetadata],
+        pool: KVPool,
+        attention: PagedAttention,
     ) -> Tensor:
         """Hidden states after the last norm, [tokens, hidden]; writes K and V of every token to its slot.
 
-        token_ids, positions: [tokens] int64.
+        token_ids, positions: [tokens] int64; metas: one, as all layers are of one group.
         """
         config = self.config
+        (meta,) = metas
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        scale, eps = dim**-0.5, config.rms_norm_eps
+        scale, eps = config.attention_scale, config.rms_norm_eps
         cos, sin = self.rotary.tables(positions)
         x = self.embedding[token_ids]  # [tokens, hidden]
         for i, layer in enumerate(self.layers):
             qkv = linear(rms_norm(x, layer.input_norm, eps), layer.qkv).view(-1, heads + 2 * kv_heads, dim)
             q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)  # [tokens, heads or kv_heads, dim]
             pool.write(i, rotate(k, cos, sin), v, meta.slots)
-            attended = attention(rotate(q, cos, sin), pool.k[i], pool.v[i], meta, scale)
+            attended = attention(rotate(q, cos, sin), pool.k[i], pool.v[i], meta, scale, None)
             x = x + linear(attended.flatten(1), layer.out)
             gate, up = linear(rms_norm(x, layer.post_norm, eps), layer.gate_up).chunk(2, dim=-1)
             x = x + linear(silu(gate) * up, layer.down)
@@ -75,15 +82,11 @@ class Llama:
 
 
 def _take_layer(weights: dict[str, Tensor], prefix: str) -> Layer:
-    def take(*names: str) -> Tensor:
-        parts = [weights.pop(f"{prefix}{name}.weight") for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     return Layer(
-        input_norm=take("input_layernorm"),
-        qkv=take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out=take("self_attn.o_proj"),
-        post_norm=take("post_attention_layernorm"),
-        gate_up=take("mlp.gate_proj", "mlp.up_proj"),
-        down=take("mlp.down_proj"),
+        input_norm=take(weights, prefix, "input_layernorm"),
+        qkv=take(weights, prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out=take(weights, prefix, "self_attn.o_proj"),
+        post_norm=take(weights, prefix, "post_attention_layernorm"),
+        gate_up=take(weights, prefix, "mlp.gate_proj", "mlp.up_proj"),
+        down=take(weights, prefix, "mlp.down_proj"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ BACKENDS: dict[str, PagedAttention] = {"reference": reference.paged_attention, "
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value of the oracle's output
 
 PAGE_SIZES, GROUPS, HEAD_DIMS, KV_HEADS = [1, 4, 16, 64, 256], [1, 3, 4], [16, 64, 80], [1, 2, 3]
+WINDOWS = [1, 7, 16, 40, 1000]  # of one token, over and at the ends of pages, and longer than any sequence
 # Every page size with every group and head dim; the number of KV heads goes round with them.
 SHAPES = [
     (page_size, group, head_dim, KV_HEADS[i % 3])
@@ -33,14 +34,20 @@ class Batch:
     meta: AttentionMetadata
     scale: float
     dense: list[tuple[Tensor, Tensor]]  # per sequence K and V, [seq, kv_heads, head_dim]
+    window: int | None
 
     def run(self, backend: PagedAttention) -> Tensor:
-        return backend(self.q, self.k_pages, self.v_pages, self.meta, self.scale)
+        return backend(self.q, self.k_pages, self.v_pages, self.meta, self.scale, self.window)
 
 
-def make(page_size: int, group: int, head_dim: int, kv_heads: int, dtype: torch.dtype, seed: int = 0) -> Batch:
-    """Sequences of one token, whole prompts, chunks after a past, single tokens at and around the end of a page."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+def make(
+    page_size: int, group: int, head_dim: int, kv_heads: int, dtype: torch.dtype, window: int | None = None
+) -> Batch:
+    """Sequences of one token, whole prompts, chunks after a past, single tokens at and around the end of a page.
+
+    Pages that lie wholly before the window of a sequence's first query are NaN, and the null page in its table.
+    """
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     longest = 2 * page_size + 40
     lengths = [(1, 1), (page_size, 1), (page_size + 1, 1), (2 * page_size, 2 * page_size), (longest, 7)]
     for _ in range(4):
@@ -61,6 +68,9 @@ def make(page_size: int, group: int, head_dim: int, kv_heads: int, dtype: torch.
         k, v = (torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
         k_pages.view(-1, kv_heads, head_dim)[slots] = k
         v_pages.view(-1, kv_heads, head_dim)[slots] = v
+        passed = 0 if window is None else max(0, length - queries + 1 - window) // page_size
+        k_pages[table[:passed]] = v_pages[table[:passed]] = float("nan")
+        tables[i, :passed] = 0
         dense.append((k, v))
         new_slots += slots[length - queries :]
     starts = [0, *itertools.accumulate(queries for _, queries in lengths)]
@@ -71,7 +81,7 @@ def make(page_size: int, group: int, head_dim: int, kv_heads: int, dtype: torch.
         torch.tensor(new_slots, dtype=torch.int64),
     )
     q = torch.randn(starts[-1], kv_heads * group, head_dim, generator=generator).to(dtype)
-    return Batch(q, k_pages, v_pages, meta, 1.7 * head_dim**-0.5, dense)
+    return Batch(q, k_pages, v_pages, meta, 1.7 * head_dim**-0.5, dense, window)
 
 
 def oracle(batch: Batch, shift: int = 0) -> Tensor:
@@ -83,6 +93,8 @@ def oracle(batch: Batch, shift: int = 0) -> Tensor:
         rows = slice(starts[i], starts[i + 1])
         own = torch.arange(len(k))[len(k) - (rows.stop - rows.start) :, None]  # [queries, 1]
         seen = torch.arange(len(k)) <= (own + shift).clamp(min=0)  # [queries, seq]
+        if batch.window is not None:
+            seen &= torch.arange(len(k)) > own - batch.window
         for head in range(batch.q.shape[1]):
             keys, values = k[:, head // group].double(), v[:, head // group].double()
             weights = (batch.scale * (batch.q[rows, head].double() @ keys.T)).exp() * seen
@@ -107,6 +119,32 @@ def test_every_backend_agrees_with_dense_attention_in_float64(
     wanted = oracle(batch)
     for backend in BACKENDS.values():
         assert_close(batch, batch.run(backend), wanted)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_with_a_window_too_and_without_what_lies_before_it(page_size: int, dtype: torch.dtype, window: int) -> None:
+    batch = make(page_size, 3, 16, 2, dtype, window)
+    wanted = oracle(batch)
+    for backend in BACKENDS.values():
+        assert_close(batch, batch.run(backend), wanted)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("window", [7, 16, 40])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+def test_a_window_that_is_off_by_one_fails_that_comparison(dtype: torch.dtype, window: int, off: int) -> None:
+    batch = make(16, 3, 16, 2, dtype, window)
+    with pytest.raises(AssertionError, match="of the largest value"):
+        assert_close(batch, oracle(replace(batch, window=window + off)).to(dtype), oracle(batch))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_reading_a_page_before_the_window_fails_that_comparison(name: str) -> None:
+    batch = replace(make(4, 3, 16, 2, torch.float32, window=7), window=12)
+    with pytest.raises(AssertionError, match="off by nan"):
+        assert_close(batch, batch.run(BACKENDS[name]), oracle(batch))
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -134,7 +172,7 @@ def test_a_sequence_without_queries_adds_nothing(name: str) -> None:
     lens = torch.cat([torch.tensor([9], dtype=torch.int32), batch.meta.seq_lens])
     tables = torch.cat([torch.zeros_like(batch.meta.block_tables[:1]), batch.meta.block_tables])
     meta = AttentionMetadata(starts, lens, tables, batch.meta.slots)
-    found = BACKENDS[name](batch.q, batch.k_pages, batch.v_pages, meta, batch.scale)
+    found = BACKENDS[name](batch.q, batch.k_pages, batch.v_pages, meta, batch.scale, None)
     assert_close(batch, found, oracle(batch))
 
 
@@ -145,7 +183,7 @@ def test_queries_that_are_a_slice_of_something_wider_give_the_same(name: str) ->
     tokens, heads, head_dim = batch.q.shape
     wide = torch.cat([batch.q.reshape(tokens, -1), torch.randn(tokens, 64)], dim=1)
     sliced = wide[:, : heads * head_dim].view(tokens, heads, head_dim)
-    found = BACKENDS[name](sliced, batch.k_pages, batch.v_pages, batch.meta, batch.scale)
+    found = BACKENDS[name](sliced, batch.k_pages, batch.v_pages, batch.meta, batch.scale, None)
     assert_close(batch, found, oracle(batch))
 
 
