@@ -25,7 +25,8 @@ from paged.errors import (
     StepError,
 )
 from paged.layout import KVLayout
-from paged.manager import KVCacheManager, Mark, Move
+from paged.manager import KVCacheManager
+from paged.pages import Mark, Move
 from paged.prefix_cache import PrefixCache, namespace
 
 if TYPE_CHECKING:

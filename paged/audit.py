@@ -153,9 +153,9 @@ def check(manager: KVCacheManager, idle: bool = False) -> None:
             raise broken("P1", page, "is evictable with an owner")
         if page not in counts and page not in unowned and cache.entry(page) is not None:
             raise broken("P3", page, "can be found, but nobody keeps it")
-    moved = Counter(_move_sources(manager))
-    if moved != manager._moved:
-        raise InvariantError(f"P1: moves hold pages {dict(moved)}, counted are {manager._moved}")
+    moved = Counter(manager._pages.held_by_moves())
+    if moved != manager._pages._moved:
+        raise InvariantError(f"P1: moves hold pages {dict(moved)}, counted are {manager._pages._moved}")
     promises = {seq_id: set(held.promises) for seq_id, held in manager._held.items()}
     for digest, seq_id in manager._promised.items():
         if digest not in promises.get(seq_id, ()):
@@ -215,7 +215,7 @@ def _check_sequence(manager: KVCacheManager, seq_id: int, held: _Held, broken: B
             elif entry is not None and index * size >= computed:
                 raise broken("P4", page, f"can be found, and {who} has not computed it")
             written_next = index == computed // size and computed % size and not store.frozen[held.row]
-            if written_next and (entry is not None or manager._sharers(page) > 1):
+            if written_next and manager._pages.is_shared(page):
                 raise broken("P2", page, f"is written next by {who}, who does not know that it is shared")
 
 
@@ -228,14 +228,9 @@ def _holders(manager: KVCacheManager) -> dict[int, list[Holder]]:
             for index, page in enumerate(table):
                 if page:
                     result.setdefault(page, []).append(Holder(seq_id, held.label, group, index))
-    for page in _move_sources(manager):
+    for page in manager._pages.held_by_moves():
         result.setdefault(page, []).append(Holder(None, None, None, None))
     return result
-
-
-def _move_sources(manager: KVCacheManager) -> list[int]:
-    """The pages that moves hold; marks hold none."""
-    return [move.source for move in (*manager._moves, *manager._under_way) if hasattr(move, "source")]
 
 
 def _owner(holder: Holder) -> str:

@@ -1,6 +1,6 @@
 """KVCacheManager: who holds which pages. Block tables in every group, over one allocator and one prefix cache.
 
-It owns the tables and the moves under way. It knows tokens and pages; of a sequence it knows only an id, and it never
+It owns the tables. It knows tokens and pages; of a sequence it knows only an id, and it never
 sees a tensor: what must happen to the K and V themselves it emits as moves, in order, for the worker to apply.
 
     allocate   a new sequence: its cached prefix is shared, pages for what is computed next are taken
@@ -29,8 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,30 +36,11 @@ import numpy.typing as npt
 from paged import audit
 from paged.allocator import NULL_PAGE, BlockAllocator
 from paged.block_table import BlockTable, TableStore, Windows, first_page, pages_for
-from paged.errors import OutOfPages, PageStateError
+from paged.errors import PageStateError
+from paged.pages import Mark, Move, Pages
 from paged.prefix_cache import DEFAULT, Entry, PrefixCache, Tokens
 
 TableChange = tuple[int, int, int]  # group, index in the table, the page that stands there now
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy the K and V of page `source` to page `target`, in every layer of its group."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Poison mode only, in order with the moves: what is to be noticed about a page.
-
-    poison: it is free, fill it with NaN. seal: it can be found from now on, note what it holds. verify: prove that it
-    still holds that, and forget the note if it was given up.
-    """
-
-    page: int
-    what: Literal["poison", "seal", "verify"]
 
 
 class _Held:
@@ -106,15 +85,12 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.allocator = BlockAllocator(num_pages)
         self.prefix_cache = PrefixCache(page_size, windows)
-        self._poison = self.poison_by_default if poison is None else poison
         self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._store = TableStore(len(windows))
         self._held: dict[int, _Held] = {}
         self._row_of: dict[int, int] = {}  # of each sequence its row, for batches
         self._last_rows: tuple[list[int], npt.NDArray[np.int64]] | None = None  # of the same sequences, asked for again
-        self._moves: list[Move | Mark] = []  # emitted, not yet taken
-        self._under_way: list[Move] = []  # taken, not yet confirmed
-        self._moved: dict[int, int] = {}  # page -> moves (of both lists) that hold it
+        self._pages = Pages(self.allocator, self.prefix_cache, self.poison_by_default if poison is None else poison)
         self._promised: dict[bytes, int] = {}  # digest of a page that is being computed -> the sequence
 
     def __len__(self) -> int:
@@ -131,7 +107,7 @@ class KVCacheManager:
     @property
     def num_available(self) -> int:
         """Pages that can be handed out now: free ones, and cached ones without an owner."""
-        return self.allocator.num_free + self.allocator.num_cached
+        return self._pages.num_available
 
     @property
     def num_used(self) -> int:
@@ -207,10 +183,9 @@ class KVCacheManager:
         have = sum(map(len, shared))
         revived = sum(1 for pages in shared for page in pages if self.allocator.ref_count(page) == 0)
         least = max(new * len(self.windows), room - have) + spare
-        if least > self.num_available - revived:
-            raise OutOfPages(least, self.num_available - revived, self.num_usable)
+        self._pages.need(least, self.num_available - revived)
         for pages in shared:
-            self._acquire(pages)
+            self._pages.acquire(pages)
         held = _Held(self._store.add(), chain, namespace, label)
         self._store.append(held.row, [[NULL_PAGE] * (len(chain) - len(pages)) + pages for pages in shared])
         self._store.num_computed[held.row] = cached
@@ -234,9 +209,7 @@ class KVCacheManager:
         new = pages_for(num_tokens, self.page_size) - int(store.num_pages[row])
         writes_frozen = store.frozen[row] and num_tokens > store.num_computed[row]
         copies = self._to_copy(row) if writes_frozen else []
-        needed = max(new, 0) * len(self.windows) + len(copies)
-        if needed > self.num_available:
-            raise OutOfPages(needed, self.num_available, self.num_usable)
+        self._pages.need(max(new, 0) * len(self.windows) + len(copies))
         self._extend(held, new, copies)
         if writes_frozen:
             store.frozen[row] = False
@@ -253,12 +226,11 @@ class KVCacheManager:
         needed, sharers = int(new[new > 0].sum()) * len(self.windows), dict[int, int]()
         for row in rows[busy][store.frozen[rows[busy]]].tolist():
             for _, page in self._to_copy(row):
-                left = sharers.setdefault(page, self._sharers(page))
+                left = sharers.setdefault(page, self._pages.sharers(page))
                 # The last one keeps it, unless it must stay as it is found.
                 needed += left > 1 or self.prefix_cache.entry(page) is not None
                 sharers[page] = left - 1
-        if needed > self.num_available:
-            raise OutOfPages(needed, self.num_available, self.num_usable)
+        self._pages.need(needed)
         for i in busy.tolist():
             held = self._held[seq_ids[i]]
             self._extend(held, int(new[i]), self._to_copy(held.row) if store.frozen[held.row] else [])
@@ -347,7 +319,7 @@ class KVCacheManager:
         if missing is None:
             kept = self.prefix_cache.usable(held.chain[: num_tokens // size]) * size
             missing = self._missing(held, kept) or []
-        self._acquire([page for _, _, page in missing])
+        self._pages.acquire([page for _, _, page in missing])
         for group, index, page in missing:
             store.pages[group, row, index] = page
         self._drop_pages(held, pages_for(kept, size))
@@ -377,25 +349,11 @@ class KVCacheManager:
 
     def take_moves(self) -> tuple[Move | Mark, ...]:
         """The moves since the last call, in order. Their sources are held until `confirm_moves`."""
-        moves, self._moves = tuple(self._moves), []
-        self._under_way += [move for move in moves if isinstance(move, Move)]
-        return moves
+        return self._pages.take_moves()
 
     def confirm_moves(self, moves: Iterable[Move | Mark]) -> None:
         """The moves are done (or will never be): let go of their sources. Raises PageStateError for an unknown one."""
-        done, under_way = [move for move in moves if isinstance(move, Move)], list(self._under_way)
-        for move in done:
-            if move not in under_way:
-                raise PageStateError(f"{move} is not under way")
-            under_way.remove(move)
-        self._under_way = under_way
-        for move in done:
-            self._moved[move.source] -= 1
-            if not self._moved[move.source]:
-                del self._moved[move.source]
-            self._drop([move.source])
-            # Its ancestors may have lost their owners before it.
-            self.prefix_cache.touch(self.prefix_cache.entry(move.source))
+        self._pages.confirm_moves(moves)
 
     def pin(self, tokens: Tokens, until: float, namespace: bytes = DEFAULT) -> int:
         """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time. Its tokens."""
@@ -409,7 +367,7 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget every cached prefix. Sequences keep their pages, but those are not found any more."""
-        self._reclaim(self.prefix_cache.reset())
+        self._pages.reclaim(self.prefix_cache.reset())
         for seq_id, held in self._held.items():
             self._break_promises(seq_id, held)
 
@@ -429,10 +387,7 @@ class KVCacheManager:
         store, row = self._store, held.row
         index = int(store.num_computed[row]) // self.page_size
         for group, page in copies:
-            (target,) = self._take(1)
-            # The move takes over this sequence's reference to the source until it is confirmed.
-            self._moves.append(Move(page, target))
-            self._moved[page] = self._moved.get(page, 0) + 1
+            target = self._pages.copy(page)
             store.pages[group, row, index] = target
             held.changes.append((group, index, target))
         self._append(held, new)
@@ -440,7 +395,7 @@ class KVCacheManager:
     def _append(self, held: _Held, new: int) -> None:
         if new <= 0:
             return
-        pages = self._take(new * len(self.windows))
+        pages = self._pages.take(new * len(self.windows))
         tables = [pages[i : i + new] for i in range(0, len(pages), new)]
         first = int(self._store.num_pages[held.row])
         self._store.append(held.row, tables)
@@ -455,13 +410,12 @@ class KVCacheManager:
             return
         groups, counts = len(self.windows), new[busy]
         total = int(counts.sum())
-        if total * groups > self.num_available:
-            raise OutOfPages(total * groups, self.num_available, self.num_usable)
+        self._pages.need(total * groups)
         if total > busy.size:  # some need several
             for i in busy.tolist():
                 self._append(self._held[seq_ids[i]], int(new[i]))
             return
-        pages = self._take(total * groups)
+        pages = self._pages.take(total * groups)
         places = self._store.append_one(rows[busy], np.array(pages, dtype=np.int32).reshape(groups, total))
         held = [self._held[seq_ids[i]] for i in busy.tolist()]
         for group in range(groups):
@@ -475,11 +429,7 @@ class KVCacheManager:
         if index >= store.num_pages[row]:
             return []
         pages = enumerate(store.pages[:, row, index].tolist())
-        return [(g, p) for g, p in pages if self._sharers(p) > 1 or self.prefix_cache.entry(p) is not None]
-
-    def _sharers(self, page: int) -> int:
-        """Sequences that hold the page. A copy of it, emitted already, is made before anybody writes to it."""
-        return self.allocator.ref_count(page) - self._moved.get(page, 0)
+        return [(group, page) for group, page in pages if self._pages.is_shared(page)]
 
     def _publish(self, seq_id: int, held: _Held, tokens: Tokens, num_computed: int) -> None:
         """Pages have become full: let others find them, and share those that were found to be there already."""
@@ -492,13 +442,12 @@ class KVCacheManager:
             duplicates = self.prefix_cache.publish(tokens, tables, chain, num_computed, held.namespace, known)
             for duplicate in duplicates:
                 own = int(self._store.pages[duplicate.group, held.row, duplicate.index])
-                self._acquire([duplicate.page])
+                self._pages.acquire([duplicate.page])
                 self._store.pages[duplicate.group, held.row, duplicate.index] = duplicate.page
                 held.changes.append((duplicate.group, duplicate.index, duplicate.page))
-                self._drop([own])
-            if self._poison:
-                mine = (page for table in tables for page in table)
-                self._moves += [Mark(page, "seal") for page in mine if self.prefix_cache.entry(page) is not None]
+                self._pages.drop([own])
+            for table in tables:
+                self._pages.published(table)
         while held.promises and held.promise_end - len(held.promises) < full:
             self._break_promise(seq_id, held.promises.pop())
 
@@ -518,7 +467,7 @@ class KVCacheManager:
                 pages = self._store.pages[group, held.row, first:last].tolist()
                 self._store.pages[group, held.row, first:last] = NULL_PAGE
                 held.changes += [(group, index, NULL_PAGE) for index in range(first, last)]
-                self._drop(pages)
+                self._pages.drop(pages)
 
     def _missing(self, held: _Held, kept: int) -> list[tuple[int, int, int]] | None:
         """Group, index and cached page of what the window after `kept` tokens needs again; None if some is gone."""
@@ -535,7 +484,7 @@ class KVCacheManager:
     def _drop_pages(self, held: _Held, keep: int) -> None:
         """Give back all but the first `keep` pages of every group, the last first."""
         for table in self._store.pages[:, held.row, keep : self._store.num_pages[held.row]].tolist():
-            self._drop([page for page in reversed(table) if page])
+            self._pages.drop([page for page in reversed(table) if page])
         self._store.cut(held.row, keep)
 
     def _rows(self, seq_ids: SequenceOf[int]) -> npt.NDArray[np.int64]:
@@ -551,35 +500,6 @@ class KVCacheManager:
 
     def _match(self, tokens: Tokens, namespace: bytes) -> list[Entry]:
         return self.prefix_cache.match(tokens, namespace) if self.enable_prefix_caching else []
-
-    def _take(self, n: int) -> list[int]:
-        """`n` pages with one reference each; the caller has made sure that they are there."""
-        short = n - self.allocator.num_free
-        if short > 0:
-            self._reclaim(self.prefix_cache.evict(short))
-        return self.allocator.allocate(n)
-
-    def _reclaim(self, pages: list[int]) -> None:
-        self.allocator.reclaim(pages)
-        if self._poison:
-            self._moves += [Mark(page, what) for page in pages for what in ("verify", "poison")]
-
-    def _acquire(self, pages: list[int]) -> None:
-        """One more reference to pages that can be found."""
-        if self._poison:
-            self._moves += [Mark(page, "verify") for page in pages]
-        self.allocator.share(pages)
-        self.prefix_cache.unpark(pages)
-
-    def _drop(self, pages: list[int]) -> None:
-        """Drop a reference to each; a page that can be found is cached after its last."""
-        found = self.prefix_cache.findable(pages)
-        self.prefix_cache.park(self.allocator.park(found))
-        if len(found) < len(pages):
-            known = set(found)
-            freed = self.allocator.release([page for page in pages if page not in known])
-            if self._poison:
-                self._moves += [Mark(page, "poison") for page in freed]
 
     def _get(self, seq_id: int) -> _Held:
         held = self._held.get(seq_id)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paged.errors import InvariantError
 from paged.layout import KVLayout
-from paged.manager import Mark, Move
+from paged.pages import Mark, Move
 
 
 class KVPool:

@@ -19,7 +19,8 @@ import numpy as np
 
 from paged.block_table import Windows
 from paged.errors import StepError
-from paged.manager import KVCacheManager, Move
+from paged.manager import KVCacheManager
+from paged.pages import Move
 from scheduler.beam import BeamSearchParams
 from scheduler.engine import Engine
 from scheduler.policy import Limits

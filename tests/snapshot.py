@@ -43,7 +43,5 @@ def of_manager(manager: KVCacheManager) -> dict[str, Any]:
         "store": {name: value.tolist() for name, value in vars(manager._store).items() if name != "_unused"},
         "unused": list(manager._store._unused),
         "promised": dict(manager._promised),
-        "moved": dict(manager._moved),
-        "moves": list(manager._moves),
-        "under_way": list(manager._under_way),
+        "pages": (list(manager._pages._moves), list(manager._pages._under_way), dict(manager._pages._moved)),
     }

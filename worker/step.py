@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged.errors import RequestError
-from paged.manager import Mark, Move, TableChange
+from paged.manager import TableChange
+from paged.pages import Mark, Move
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

@@ -113,7 +113,7 @@ def test_a_hit_is_the_longest_that_is_whole_in_every_group() -> None:
     cache = manager.prefix_cache
     assert manager.match(ramp(13)) == 12
     while any(cache.entry(page) for page in gone):  # by least recent use they are the first to go
-        manager._reclaim(cache.evict())
+        manager._pages.reclaim(cache.evict())
     manager.check()
     assert manager.match(ramp(21)) == 20
     assert manager.match(ramp(13)) == 0, "the window before token 12 is gone, and every shorter one"
@@ -144,7 +144,7 @@ def test_a_page_of_full_attention_that_goes_takes_what_follows_with_it() -> None
     manager.prefix_cache.unpark([entry.pages[0]])
     manager.prefix_cache._idle[entry.pages[0]] = entry
     manager.prefix_cache._idle.move_to_end(entry.pages[0], last=False)
-    manager._reclaim(manager.prefix_cache.evict())
+    manager._pages.reclaim(manager.prefix_cache.evict())
     assert (manager.match(ramp(13)), len(manager.prefix_cache)) == (0, 0)
     manager.check(idle=True)
 

@@ -641,14 +641,14 @@ FAULTS: list[Fault] = [
     ("held.changes", "past the end", lambda m: m._held[3].changes.append((0, 9, 7)), "P1"),
     ("held.promises", "lost", lambda m: m._held[6].promises.clear(), "P3"),
     ("_promised", "by one that is gone", lambda m: m._promised.update({b"x": 9}), "P3"),
-    ("_moved", "a move too many", lambda m: m._moved.update({pages(m, 4)[0]: 1}), "P1"),
+    ("pages._moved", "a move too many", lambda m: m._pages._moved.update({pages(m, 4)[0]: 1}), "P1"),
     ("_held", "a sequence lost", lambda m: m._held.pop(4), "P1"),
     ("_held", "a sequence twice", lambda m: m._held.update({9: m._held[4]}), "P1"),
-    ("_moves", "lost", lambda m: m._moves.clear(), "P1"),
-    ("_moves", "twice", lambda m: m._moves.append(m._moves[0]), "P1"),
-    ("_moves", "another source", lambda m: m._moves.__setitem__(0, Move(pages(m, 4)[0], 1)), "P1"),
-    ("_under_way", "lost", lambda m: m._under_way.clear(), "P1"),
-    ("_under_way", "twice", lambda m: m._under_way.append(m._under_way[0]), "P1"),
+    ("pages._moves", "lost", lambda m: m._pages._moves.clear(), "P1"),
+    ("pages._moves", "twice", lambda m: m._pages._moves.append(m._pages._moves[0]), "P1"),
+    ("pages._moves", "another source", lambda m: m._pages._moves.__setitem__(0, Move(pages(m, 4)[0], 1)), "P1"),
+    ("pages._under_way", "lost", lambda m: m._pages._under_way.clear(), "P1"),
+    ("pages._under_way", "twice", lambda m: m._pages._under_way.append(m._pages._under_way[0]), "P1"),
     ("allocator", "a count too many", lambda m: m.allocator.share([pages(m, 1)[0]]), "P1"),
     ("allocator", "a page leaked", lambda m: m.allocator.allocate(1), "P1"),
     ("allocator", "a page released behind its owner", lambda m: m.allocator.release([pages(m, 1)[0]]), "P1"),
@@ -683,6 +683,7 @@ def test_check_names_the_owners_of_the_page_at_fault() -> None:
 
 
 def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
-    settings = {"page_size", "_shift", "windows", "_windowed", "enable_prefix_caching", "_poison"}
+    settings = {"page_size", "_shift", "windows", "_windowed", "enable_prefix_caching", "_pages"}
     state = set(vars(busy())) - settings | {f"held.{name}" for name in _Held.__slots__ if name != "label"}
+    state |= {f"pages.{name}" for name in vars(busy()._pages) if name not in {"allocator", "prefix_cache", "_poison"}}
     assert {fault[0] for fault in FAULTS} | {"held.promise_end"} == state

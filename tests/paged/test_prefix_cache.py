@@ -38,7 +38,7 @@ def one_bit(parent: bytes, page: bytes) -> bytes:
 
 def manager_with(digest: Callable[[bytes, bytes], bytes], num_pages: int = 16) -> KVCacheManager:
     manager = KVCacheManager(num_pages, PAGE_SIZE)
-    manager.prefix_cache = PrefixCache(PAGE_SIZE, digest=digest)
+    manager.prefix_cache = manager._pages.prefix_cache = PrefixCache(PAGE_SIZE, digest=digest)
     return manager
 
 

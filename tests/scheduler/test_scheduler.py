@@ -155,7 +155,7 @@ def test_a12_the_tokens_to_run_come_from_the_allocation_itself() -> None:
         engine.scheduler._preempt(family)
         if evict:
             manager = engine.scheduler.manager
-            manager._reclaim(manager.prefix_cache.evict())
+            manager._pages.reclaim(manager.prefix_cache.evict())
         engine.step()
         row = fake.steps[-1].rows[0]
         assert row.reset is not None
