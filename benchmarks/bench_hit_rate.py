@@ -84,7 +84,8 @@ def replay(requests: list[Tokens], cache: PrefixCache, allocator: BlockAllocator
         if allocator.num_free < wanted:
             allocator.reclaim(cache.evict(wanted - allocator.num_free))
         new = allocator.allocate(wanted)
-        cache.publish(tokens, [new], chain, len(chain) + wanted)
+        for i, page in enumerate(new, len(found)):
+            cache.publish(tokens[i : i + 1], (page,), chain)
         cache.park(allocator.park([entry.pages[0] for entry in reversed(chain)]))
     return hits
 

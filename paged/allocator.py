@@ -152,12 +152,14 @@ class BlockAllocator:
 
     def _need(self, pages: Collection[int], state: int, wanted: bool, what: str) -> None:
         """Refuse a page outside of the pool, and one that is (or with `wanted` is not) in a state."""
-        states, num_pages = self._states, self.num_pages
-        for page in pages:
-            if not 0 < page < num_pages:
-                raise PageStateError(f"page {page} is not one of 1 to {num_pages - 1}")
-            if (states[page] == state) != wanted:
-                raise PageStateError(f"page {page} is {_STATE_NAMES[states[page]]}, {what}")
+        if not pages:
+            return
+        states = self._states
+        if not 0 < min(pages) <= max(pages) < self.num_pages:
+            page = next(page for page in pages if not 0 < page < self.num_pages)
+            raise PageStateError(f"page {page} is not one of 1 to {self.num_pages - 1}")
+        if wrong := [page for page in pages if (states[page] == state) != wanted]:
+            raise PageStateError(f"page {wrong[0]} is {_STATE_NAMES[states[wrong[0]]]}, {what}")
         if wanted and len(pages) > 1 and len(set(pages)) < len(pages):
             raise PageStateError(f"a page is named twice: {list(pages)}")
 

@@ -156,9 +156,8 @@ def check(manager: KVCacheManager, idle: bool = False) -> None:
     moved = Counter(manager._pages.held_by_moves())
     if moved != manager._pages._moved:
         raise InvariantError(f"P1: moves hold pages {dict(moved)}, counted are {manager._pages._moved}")
-    promises = {seq_id: set(held.promises) for seq_id, held in manager._held.items()}
     for digest, seq_id in manager._promised.items():
-        if digest not in promises.get(seq_id, ()):
+        if seq_id not in manager._held or manager._held[seq_id].promise != digest:
             raise InvariantError(f"P3: a page is awaited from sequence {seq_id}, which is not going to compute it")
     for seq_id, held in manager._held.items():
         _check_sequence(manager, seq_id, held, broken)

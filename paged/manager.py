@@ -46,16 +46,16 @@ TableChange = tuple[int, int, int]  # group, index in the table, the page that s
 class _Held:
     """What one sequence holds, besides its row of the tables."""
 
-    __slots__ = ("chain", "changes", "label", "namespace", "promise_end", "promises", "row")
+    __slots__ = ("chain", "changes", "label", "namespace", "num_known", "promise", "row")
 
-    def __init__(self, row: int, chain: list[Entry], namespace: bytes, label: str | None) -> None:
+    def __init__(self, row: int, chain: list[Entry], namespace: bytes, label: str | None, num_known: int) -> None:
         self.row = row
+        self.num_known = num_known  # tokens that were known when it began: what it is going to compute
         self.chain = chain  # the cache entries of its first pages
         self.namespace = namespace
         self.label = label
         self.changes: list[TableChange] = []  # since they were last taken
-        self.promises: list[bytes] = []  # digests of the pages that it is still to compute, the next one last
-        self.promise_end = 0  # index after the last of them
+        self.promise: bytes | None = None  # digest of the known page that it computes next
 
 
 class KVCacheManager:
@@ -152,7 +152,7 @@ class KVCacheManager:
         if not self._promised:
             return None
         chain = self._match(tokens, namespace)
-        digest = next(self.prefix_cache.digests(tokens[:-1], chain, namespace), None)
+        digest = self.prefix_cache.next_digest(tokens[:-1], chain, namespace)
         return None if digest is None else self._promised.get(digest)
 
     def allocate(
@@ -186,17 +186,13 @@ class KVCacheManager:
         self._pages.need(least, self.num_available - revived)
         for pages in shared:
             self._pages.acquire(pages)
-        held = _Held(self._store.add(), chain, namespace, label)
+        held = _Held(self._store.add(), chain, namespace, label, len(tokens))
         self._store.append(held.row, [[NULL_PAGE] * (len(chain) - len(pages)) + pages for pages in shared])
         self._store.num_computed[held.row] = cached
         self._append(held, new)
         held.changes.clear()
         self._held[seq_id], self._row_of[seq_id], self._last_rows = held, held.row, None
-        if self.enable_prefix_caching:
-            held.promises = list(self.prefix_cache.digests(tokens, chain, namespace))[::-1]
-            held.promise_end = len(chain) + len(held.promises)
-            for digest in held.promises:
-                self._promised.setdefault(digest, seq_id)
+        self._make_promise(seq_id, held, tokens)
         return cached
 
     def extend(self, seq_id: int, num_tokens: int) -> None:
@@ -291,7 +287,7 @@ class KVCacheManager:
         if new_id in self._held:
             raise PageStateError(f"sequence {new_id} has pages already")
         store = self._store
-        copy = _Held(store.add(), list(held.chain), held.namespace, held.label)
+        copy = _Held(store.add(), list(held.chain), held.namespace, held.label, 0)
         computed = int(store.num_computed[held.row])
         pages = store.pages[:, held.row, : pages_for(computed, self.page_size)].tolist()
         for table in pages:
@@ -326,7 +322,8 @@ class KVCacheManager:
         del held.chain[kept // size :]
         store.num_computed[row] = kept
         store.frozen[row] = kept % size > 0
-        self._break_promises(seq_id, held)
+        self._break_promise(seq_id, held)
+        held.num_known = 0
         held.changes.clear()
         return kept
 
@@ -337,7 +334,7 @@ class KVCacheManager:
         self._last_rows = None
         self._drop_pages(held, 0)
         self._store.remove(held.row)
-        self._break_promises(seq_id, held)
+        self._break_promise(seq_id, held)
 
     def take_changes(self, seq_id: int) -> tuple[TableChange, ...]:
         """What has changed in the sequence's tables since the last call (at first: since `allocate` or `fork`)."""
@@ -369,7 +366,7 @@ class KVCacheManager:
         """Forget every cached prefix. Sequences keep their pages, but those are not found any more."""
         self._pages.reclaim(self.prefix_cache.reset())
         for seq_id, held in self._held.items():
-            self._break_promises(seq_id, held)
+            self._break_promise(seq_id, held)
 
     def check(self, idle: bool = False) -> None:
         """Prove the invariants from scratch; with `idle` also that nothing is held.
@@ -433,31 +430,45 @@ class KVCacheManager:
 
     def _publish(self, seq_id: int, held: _Held, tokens: Tokens, num_computed: int) -> None:
         """Pages have become full: let others find them, and share those that were found to be there already."""
-        full = num_computed // self.page_size
-        chain, first = held.chain, len(held.chain)
-        if self.enable_prefix_caching and full > first:
-            tables = self._store.pages[:, held.row, first:full].tolist()
-            due = held.promises and held.promise_end - len(held.promises) == first
-            known = held.promises[: first - full - 1 : -1] if due else ()
-            duplicates = self.prefix_cache.publish(tokens, tables, chain, num_computed, held.namespace, known)
-            for duplicate in duplicates:
-                own = int(self._store.pages[duplicate.group, held.row, duplicate.index])
-                self._pages.acquire([duplicate.page])
-                self._store.pages[duplicate.group, held.row, duplicate.index] = duplicate.page
-                held.changes.append((duplicate.group, duplicate.index, duplicate.page))
+        first, full, size = len(held.chain), num_computed // self.page_size, self.page_size
+        if not self.enable_prefix_caching or full == first:
+            return
+        # [pages][groups]
+        mine: list[list[int]] = self._store.pages[:, held.row, first:full].T.tolist()
+        for index, pages in enumerate(map(tuple, mine), first):
+            found = self.prefix_cache.publish(
+                tokens[index * size : (index + 1) * size], pages, held.chain, held.namespace
+            )
+            if found is None:
+                break
+            if found != pages:
+                self._replace(held, index, pages, found)
+            self._pages.published(pages)
+        if held.promise is not None:
+            self._break_promise(seq_id, held)
+            if len(held.chain) == full:
+                self._make_promise(seq_id, held, tokens)
+
+    def _replace(self, held: _Held, index: int, pages: tuple[int, ...], found: tuple[int, ...]) -> None:
+        """Equal pages become one: those that were cached before take the place of the sequence's own."""
+        for group, (own, cached) in enumerate(zip(pages, found, strict=True)):
+            if own and own != cached:
+                self._pages.acquire([cached])
+                self._store.pages[group, held.row, index] = cached
+                held.changes.append((group, index, cached))
                 self._pages.drop([own])
-            for table in tables:
-                self._pages.published(table)
-        while held.promises and held.promise_end - len(held.promises) < full:
-            self._break_promise(seq_id, held.promises.pop())
 
-    def _break_promises(self, seq_id: int, held: _Held) -> None:
-        while held.promises:
-            self._break_promise(seq_id, held.promises.pop())
+    def _make_promise(self, seq_id: int, held: _Held, tokens: Tokens) -> None:
+        """Let it be known which page the sequence computes next, as far as its tokens were known from the beginning."""
+        if self.enable_prefix_caching and (len(held.chain) + 1) * self.page_size <= held.num_known:
+            held.promise = self.prefix_cache.next_digest(tokens, held.chain, held.namespace)
+            if held.promise is not None:
+                self._promised.setdefault(held.promise, seq_id)
 
-    def _break_promise(self, seq_id: int, digest: bytes) -> None:
-        if self._promised.get(digest) == seq_id:
-            del self._promised[digest]
+    def _break_promise(self, seq_id: int, held: _Held) -> None:
+        if held.promise is not None and self._promised.get(held.promise) == seq_id:
+            del self._promised[held.promise]
+        held.promise = None
 
     def _leave_windows(self, held: _Held, before: int, computed: int) -> None:
         """Give back the pages that no token after the computed ones sees."""

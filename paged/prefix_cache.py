@@ -30,8 +30,6 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -100,17 +98,13 @@ class Entry:
         self.left = self.right = None
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """A page of a sequence whose content is cached already in another: that one is to take its place in the table."""
-
-    group: int
-    index: int
-    page: int
-
-
 def sha256_digest(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
+
+
+def _bytes(tokens: Tokens) -> bytes:
+    """Little-endian int32."""
+    return (tokens if tokens.dtype == "<i4" else tokens.astype("<i4")).tobytes()
 
 
 class PrefixCache:
@@ -157,7 +151,9 @@ class PrefixCache:
             return []
         found: list[Entry] = []
         entries, digest = self._entries, self._digest
-        for chunk in self._full_pages(tokens, 0, len(tokens) - 1):
+        raw, size = _bytes(tokens[: max(len(tokens) - 1, 0)]), self.page_size * 4
+        for begin in range(0, len(raw) - size + 1, size):
+            chunk = raw[begin : begin + size]
             entry = entries.get(digest(parent.digest, chunk))
             if entry is None or entry.tokens != chunk or entry.parent is not parent:
                 break
@@ -179,62 +175,46 @@ class PrefixCache:
             best = length if whole else best
         return best
 
-    def digests(self, tokens: Tokens, chain: list[Entry], namespace: bytes = DEFAULT) -> Iterator[bytes]:
-        """The digests of the full pages of `tokens` after those of `chain`."""
-        parent = chain[-1].digest if chain else self._new_root(namespace).digest
-        for chunk in self._full_pages(tokens, len(chain) * self.page_size, len(tokens)):
-            parent = self._digest(parent, chunk)
-            yield parent
+    def next_digest(self, tokens: Tokens, chain: list[Entry], namespace: bytes = DEFAULT) -> bytes | None:
+        """The digest of the page of `tokens` after those of `chain`; None if they do not fill it."""
+        size = self.page_size
+        page = tokens[len(chain) * size : (len(chain) + 1) * size]
+        if len(page) < size:
+            return None
+        return self._digest(chain[-1].digest if chain else self._root(namespace).digest, _bytes(page))
 
     def publish(
-        self,
-        tokens: Tokens,
-        tables: list[list[int]],
-        chain: list[Entry],
-        num_computed: int,
-        namespace: bytes = DEFAULT,
-        known: SequenceOf[bytes] = (),
-    ) -> list[Duplicate]:
-        """Make the full pages among the first `num_computed` tokens findable, and add their entries to `chain`.
+        self, tokens: Tokens, pages: tuple[int, ...], chain: list[Entry], namespace: bytes = DEFAULT
+    ) -> tuple[int, ...] | None:
+        """Make the page after those of `chain` findable, and add its entry to `chain`.
 
-        tokens: int32 [n >= num_computed]; tables[group]: the sequence's pages, from index len(chain) on; chain: the
-        entries of its first len(chain) pages; known: digests of the next pages, as far as the caller has them. Returns
-        the pages whose content is cached already in another. Where an ancestor was forgotten, or a digest collides,
-        nothing more can be found by a prompt, so no more is published.
+        tokens: int32 [page_size], all computed; pages: of each group, the null page where it has left the window.
+        Returns the pages where this content is cached now, in some group perhaps another than the one given: that one
+        is to take its place. None, and nothing happens, where an ancestor was forgotten or a digest collides: then no
+        prompt can find the page.
         """
-        if chain and not chain[-1].live:
-            return []
-        parent = chain[-1] if chain else self._roots.get(namespace) or self._new_root(namespace)
-        duplicates: list[Duplicate] = []
-        first = len(chain)
-        chunks = self._full_pages(tokens, first * self.page_size, num_computed)
-        for i, (chunk, pages) in enumerate(zip(chunks, zip(*tables))):  # noqa: B905 - strict costs a third
-            digest = known[i] if i < len(known) else self._digest(parent.digest, chunk)
-            entry = self._entries.get(digest)
-            if entry is None:
-                entry = self._entries[digest] = Entry(digest, chunk, parent, pages)
-                if parent.parent is None:
-                    self._roots[namespace] = parent
-                for page in pages:
-                    if page:
-                        self._by_page[page] = entry
-            elif entry.tokens != chunk or entry.parent is not parent:
-                break
-            elif entry.pages != pages:
-                duplicates += self._join(entry, first + i, pages)
-            chain.append(entry)
-            parent = entry
-        return duplicates
-
-    def _join(self, entry: Entry, index: int, pages: tuple[int, ...]) -> list[Duplicate]:
-        """The same content in other pages: those that the entry has not are its own from now on."""
-        known = entry.pages
-        entry.pages = tuple(have or page for have, page in zip(known, pages, strict=True))
-        for have, page in zip(known, pages, strict=True):
-            if page and not have:
-                self._by_page[page] = entry
-        both = enumerate(zip(known, pages, strict=True))
-        return [Duplicate(group, index, have) for group, (have, page) in both if have and page and have != page]
+        parent = chain[-1] if chain else self._root(namespace)
+        if not parent.live:
+            return None
+        chunk = _bytes(tokens)
+        digest = self._digest(parent.digest, chunk)
+        entry = self._entries.get(digest)
+        if entry is None:
+            entry = self._entries[digest] = Entry(digest, chunk, parent, pages)
+            if parent.parent is None:
+                self._roots[namespace] = parent
+            for page in pages:
+                if page:
+                    self._by_page[page] = entry
+        elif entry.tokens != chunk or entry.parent is not parent:
+            return None
+        elif entry.pages != pages:
+            for have, page in zip(entry.pages, pages, strict=True):
+                if page and not have:
+                    self._by_page[page] = entry
+            entry.pages = tuple(have or page for have, page in zip(entry.pages, pages, strict=True))
+        chain.append(entry)
+        return entry.pages
 
     def park(self, pages: Iterable[int]) -> None:
         """These pages have lost their last owner: they may be evicted, in this order, after all parked before.
@@ -361,16 +341,10 @@ class PrefixCache:
         yield from self._idle
         yield from self._pinned_idle
 
-    def _full_pages(self, tokens: Tokens, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes of each full page between `start` (a multiple of the page size) and `stop`."""
-        tokens = tokens[start : max(stop, 0)]
-        raw = (tokens if tokens.dtype == "<i4" else tokens.astype("<i4")).tobytes()
-        size = self.page_size * 4
-        for begin in range(0, len(raw) - size + 1, size):
-            yield raw[begin : begin + size]
-
-    def _new_root(self, namespace: bytes) -> Entry:
-        return Entry(hashlib.sha256(namespace).digest(), namespace, None, (0,) * len(self.windows))
+    def _root(self, namespace: bytes) -> Entry:
+        """The entry of a namespace; a new one is not known before it has a child."""
+        known = self._roots.get(namespace)
+        return known or Entry(hashlib.sha256(namespace).digest(), namespace, None, (0,) * len(self.windows))
 
     def _requeue(self, entries: list[Entry]) -> None:
         """Put the idle pages of entries, the parents first, where they belong now: as used last, the tail first."""

@@ -37,7 +37,7 @@ def of_manager(manager: KVCacheManager) -> dict[str, Any]:
         "allocator": of_allocator(manager.allocator),
         "prefix_cache": of_cache(manager.prefix_cache),
         "held": {
-            seq_id: (held.row, list(map(of_entry, held.chain)), list(held.changes), list(held.promises))
+            seq_id: (held.row, list(map(of_entry, held.chain)), list(held.changes), held.promise, held.num_known)
             for seq_id, held in manager._held.items()
         },
         "store": {name: value.tolist() for name, value in vars(manager._store).items() if name != "_unused"},

@@ -639,7 +639,7 @@ FAULTS: list[Fault] = [
     ("held.namespace", "another", lambda m: setattr(m._held[4], "namespace", b"x"), "P3"),
     ("held.changes", "another page", lambda m: m._held[3].changes.append((0, 0, 7)), "P1"),
     ("held.changes", "past the end", lambda m: m._held[3].changes.append((0, 9, 7)), "P1"),
-    ("held.promises", "lost", lambda m: m._held[6].promises.clear(), "P3"),
+    ("held.promise", "lost", lambda m: setattr(m._held[6], "promise", None), "P3"),
     ("_promised", "by one that is gone", lambda m: m._promised.update({b"x": 9}), "P3"),
     ("pages._moved", "a move too many", lambda m: m._pages._moved.update({pages(m, 4)[0]: 1}), "P1"),
     ("_held", "a sequence lost", lambda m: m._held.pop(4), "P1"),
@@ -686,4 +686,4 @@ def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
     settings = {"page_size", "_shift", "windows", "_windowed", "enable_prefix_caching", "_pages"}
     state = set(vars(busy())) - settings | {f"held.{name}" for name in _Held.__slots__ if name != "label"}
     state |= {f"pages.{name}" for name in vars(busy()._pages) if name not in {"allocator", "prefix_cache", "_poison"}}
-    assert {fault[0] for fault in FAULTS} | {"held.promise_end"} == state
+    assert {fault[0] for fault in FAULTS} | {"held.num_known"} == state

@@ -18,7 +18,7 @@ import snapshot
 
 import paged
 from paged import InvariantError, KVCacheManager, PrefixCache
-from paged.prefix_cache import Duplicate, Entry, Tokens, namespace
+from paged.prefix_cache import DEFAULT, Entry, Tokens, namespace
 
 PAGE_SIZE = 4
 P, Q = list(range(1, 10)), list(range(11, 20))  # case A08: two full pages and one token each
@@ -26,6 +26,17 @@ P, Q = list(range(1, 10)), list(range(11, 20))  # case A08: two full pages and o
 
 def tokens(*ids: int) -> Tokens:
     return np.array(ids, dtype=np.int32)
+
+
+def publish(
+    made: PrefixCache, ids: Tokens, pages: list[int], chain: list[Entry], num_computed: int, where: bytes = DEFAULT
+) -> list[tuple[int, ...] | None]:
+    """Publish the full pages among the computed tokens; `pages` are those after the chain's."""
+    results = []
+    for i, page in enumerate(pages, len(chain)):
+        if (i + 1) * PAGE_SIZE <= num_computed:
+            results.append(made.publish(ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE], (page,), chain, where))
+    return results
 
 
 def constant(parent: bytes, page: bytes) -> bytes:
@@ -59,7 +70,7 @@ def hit(manager: KVCacheManager, prompt: list[int]) -> list[int]:
 
 def test_a_digest_is_sha256_over_the_digest_before_and_the_tokens_as_little_endian_int32() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(1, 2, 3, 4, 300, 70_000, 7, 2**31 - 1), [[5, 6]], chain, 8)
+    publish(cache, tokens(1, 2, 3, 4, 300, 70_000, 7, 2**31 - 1), [5, 6], chain, 8)
     root = hashlib.sha256(b"[null, null, 0]").digest()
     first = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()
     second = hashlib.sha256(first + struct.pack("<4i", 300, 70_000, 7, 2**31 - 1)).digest()
@@ -68,27 +79,27 @@ def test_a_digest_is_sha256_over_the_digest_before_and_the_tokens_as_little_endi
 
 def test_an_entry_keeps_the_tokens_of_its_page_in_their_order() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(4, 3, 2, 1), [[5]], chain, 4)
+    publish(cache, tokens(4, 3, 2, 1), [5], chain, 4)
     assert chain[0].tokens == struct.pack("<4i", 4, 3, 2, 1)
 
 
 @pytest.mark.parametrize("other", [[4, 3, 2, 1, 9], [1, 2, 3, 5, 9], [0, 1, 2, 3, 4], [256, 512, 768, 1024, 9]])
 def test_other_tokens_or_another_order_of_them_are_not_found(other: list[int]) -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(1, 2, 3, 4), [[5]], [], 4)
+    publish(cache, tokens(1, 2, 3, 4), [5], [], 4)
     assert cache.match(tokens(*other)) == []
 
 
 def test_tokens_of_another_width_or_stride_are_found_all_the_same() -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(1, 2, 3, 4), [[5]], [], 4)
+    publish(cache, tokens(1, 2, 3, 4), [5], [], 4)
     strided = np.array([1, 0, 2, 0, 3, 0, 4, 0, 9], dtype=np.int32)[::2]
     assert [entry.pages[0] for entry in cache.match(strided)] == [5]
 
 
 def test_the_same_page_after_another_history_is_not_found() -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(1, 2, 3, 4, 5, 6, 7, 8), [[5, 6]], [], 8)
+    publish(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8), [5, 6], [], 8)
     assert cache.match(tokens(5, 6, 7, 8, 9)) == []
     assert [entry.pages[0] for entry in cache.match(tokens(1, 2, 3, 4, 9, 9, 9, 9, 5, 6, 7, 8, 9))] == [5]
 
@@ -96,7 +107,7 @@ def test_the_same_page_after_another_history_is_not_found() -> None:
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
 def test_a_hit_never_covers_the_last_token(length: int, pages: int) -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(np.arange(12, dtype=np.int32), [[5, 6, 7]], [], 12)
+    publish(cache, np.arange(12, dtype=np.int32), [5, 6, 7], [], 12)
     assert len(cache.match(np.arange(length, dtype=np.int32))) == pages
 
 
@@ -111,16 +122,16 @@ def test_looking_up_changes_nothing() -> None:
 
 def test_only_full_pages_of_computed_tokens_are_published() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(*P), [[5, 6, 7]], chain, 7)
+    publish(cache, tokens(*P), [5, 6, 7], chain, 7)
     assert [entry.pages[0] for entry in chain] == [5]
-    cache.publish(tokens(*P), [[6, 7]], chain, 8)
+    publish(cache, tokens(*P), [6, 7], chain, 8)
     assert [entry.pages[0] for entry in chain] == [5, 6]
 
 
 def test_a_page_whose_content_is_cached_already_is_a_duplicate() -> None:
     cache, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    cache.publish(tokens(*P), [[5, 6]], [], 8)
-    assert cache.publish(tokens(1, 2, 3, 4, 50, 60, 70, 80), [[7, 8]], chain, 8) == [Duplicate(0, 0, 5)]
+    publish(cache, tokens(*P), [5, 6], [], 8)
+    assert publish(cache, tokens(1, 2, 3, 4, 50, 60, 70, 80), [7, 8], chain, 8) == [(5,), (8,)]
     assert [entry.pages[0] for entry in chain] == [5, 8]
     assert cache.entry(7) is None
     cache.check()
@@ -128,7 +139,7 @@ def test_a_page_whose_content_is_cached_already_is_a_duplicate() -> None:
 
 def test_the_number_of_entries_is_the_length() -> None:
     cache = PrefixCache(PAGE_SIZE)
-    cache.publish(tokens(*P), [[5, 6]], [], 8)
+    publish(cache, tokens(*P), [5, 6], [], 8)
     assert (len(cache), cache.num_idle) == (2, 0)
 
 
@@ -253,12 +264,12 @@ def test_evicting_with_every_page_owned_raises() -> None:
 def test_what_only_a_forgotten_page_led_to_is_forgotten_too() -> None:
     made = PrefixCache(PAGE_SIZE)
     chain: list[Entry] = []
-    made.publish(tokens(*range(12)), [[5, 6, 7]], chain, 12)
+    publish(made, tokens(*range(12)), [5, 6, 7], chain, 12)
     made.park([5])  # 6 and 7 keep an owner
     assert made.evict() == [5]
     assert (len(made), [entry.live for entry in chain]) == (0, [False] * 3)
     made.check()
-    assert made.publish(tokens(*range(16)), [[8]], chain, 16) == []
+    assert publish(made, tokens(*range(16)), [8], chain, 16) == [None]
     assert len(made) == 0, "nothing is published below a forgotten page"
 
 
@@ -376,9 +387,9 @@ def cache() -> PrefixCache:
     other <- 9
     """
     made, chain = PrefixCache(PAGE_SIZE), list[Entry]()
-    made.publish(np.arange(12, dtype=np.int32), [[5, 6, 7]], [], 12)
-    made.publish(tokens(0, 1, 2, 3, 50, 51, 52, 53), [[5, 8]], [], 8)
-    made.publish(tokens(0, 1, 2, 3), [[9]], chain, 4, namespace("salt"))
+    publish(made, np.arange(12, dtype=np.int32), [5, 6, 7], [], 12)
+    publish(made, tokens(0, 1, 2, 3, 50, 51, 52, 53), [5, 8], [], 8)
+    publish(made, tokens(0, 1, 2, 3), [9], chain, 4, namespace("salt"))
     made.pin(chain, 10.0)
     for page in (7, 8, 5, 9):
         made.park([page])
