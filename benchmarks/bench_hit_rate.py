@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import report
 
 from paged import BlockAllocator, PrefixCache
 from paged.prefix_cache import Tokens
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--quick", action="store_true", help="one size, and the first 1,000 requests")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "hit_rate.json")
     args = parser.parse_args()
     requests = read(args.trace) if args.trace else made_up()
     sizes = SIZES[1:2] if args.quick else SIZES
@@ -49,9 +49,7 @@ def main() -> None:
         rows.append({"pages": pages, "hits": hits, "hit_rate": hits / total, "seconds": seconds})
         name = f"{pages:,}" if pages else "unlimited"
         print(f"{name:>10} pages: hit rate {hits / total:.4f}, {total / seconds:,.0f} blocks a second", flush=True)
-    if args.output:
-        command = " ".join(["python", *sys.argv])
-        args.output.write_text(json.dumps({"command": command, "blocks": total, "rows": rows}, indent=1) + "\n")
+    report.write(args.output, trace=args.trace.name if args.trace else "made up", blocks=total, rows=rows)
 
 
 def read(trace: Path) -> list[Tokens]:

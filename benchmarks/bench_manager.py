@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import report
 
 from paged import KVCacheManager
 from paged.prefix_cache import Tokens
@@ -29,7 +28,7 @@ SEQUENCES, PAGE_SIZE, PROMPT, LONGEST = 256, 16, 128, 1024
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "manager.json")
     args = parser.parse_args()
     parts = decode_steps(50 if args.quick else 1000)
     totals = [sum(step.values()) for step in parts]
@@ -38,10 +37,15 @@ def main() -> None:
         print(f"  {name:<32}{statistics.median(step[name] for step in parts):7.1f}")
     lookups = look_up(20 if args.quick else 500)
     print(f"looking up a cached prompt of 4,096 tokens: {statistics.median(lookups) / 1000:.3f} milliseconds in median")
-    if args.output:
-        command = " ".join(["python", *sys.argv])
-        report = {"command": command, "unit": "microseconds", "steps": parts, "look-ups": lookups}
-        args.output.write_text(json.dumps(report) + "\n")
+    samples = {name: [round(step[name], 1) for step in parts] for name in parts[0]}
+    report.write(
+        args.output,
+        unit="microseconds",
+        median_step=statistics.median(totals),
+        median_look_up=statistics.median(lookups),
+        steps=samples,
+        look_ups=[round(span, 1) for span in lookups],
+    )
 
 
 def decode_steps(steps: int) -> list[dict[str, float]]:

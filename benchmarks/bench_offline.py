@@ -11,11 +11,8 @@ The tokens of both sides are compared, and any difference fails the run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -23,39 +20,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 
 from paged import LLM, SamplingParams
 
-FOLDER = Path(__file__).parent
 Request = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 short requests, one turn")
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / "offline.json")
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "offline.json")
     args = parser.parse_args()
-    requests = json.loads((FOLDER / "workloads" / "workload_smollm2.json").read_text())["W1"]
+    requests = report.workload("W1")
     number, most, turns = (4, 8, 1) if args.quick else (16, 32, 3)
     requests = [r | {"out": min(r["out"], most)} for r in requests[:number]]
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "machine": machine(),
-        "workload": {
-            "name": f"first {number} requests of W1, at most {most} tokens each",
-            "prompt_tokens": sum(len(r["prompt"]) for r in requests),
-            "output_tokens": sum(r["out"] for r in requests),
-        },
+    described = {
+        "name": f"first {number} requests of W1, at most {most} tokens each",
+        "prompt_tokens": sum(len(r["prompt"]) for r in requests),
+        "output_tokens": sum(r["out"] for r in requests),
     }
-    result = report["float32"] = compare(requests, turns)
+    result = compare(requests, turns)
     median = result["median"]
     print(
         f"float32: transformers {median['transformers']:.1f} s, paged {median['paged']:.1f} s, "
         f"{result['times_faster']:.1f} times faster"
     )
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    report.write(
+        args.output, workload=described, float32=result, threads=torch.get_num_threads(), torch=torch.__version__
+    )
 
 
 def compare(requests: list[Request], turns: int) -> dict[str, Any]:
@@ -114,22 +108,6 @@ def transformers_side(requests: list[Request]) -> Callable[[], list[list[int]]]:
         return result
 
     return run
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=FOLDER, check=False)
-    return done.stdout.strip() or "not a checkout"
-
-
-def machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    return {
-        "cpu": names[0].split(":")[1].strip() if names else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

@@ -13,17 +13,16 @@ ended stay in the batch until its last one has.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import report
+
 from paged import Engine, KVLayout, SamplingParams, Step, StepResult
 from scheduler.policy import Limits
 
-FOLDER = Path(__file__).parent
 AT_ONCE, VOCAB = 32, 49_152
 LAYOUT = KVLayout(num_layers=30, kv_heads=3, head_dim=64, dtype="float32", page_size=16)  # SmolLM2-135M
 Request = dict[str, Any]
@@ -54,16 +53,15 @@ class Nothing:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="page size 16 only")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "waste.json")
     args = parser.parse_args()
-    requests = json.loads((FOLDER / "workloads" / "workload_smollm2.json").read_text())["W1"]
+    requests = report.workload("W1")
     rows = [pages(requests, size) for size in ([16] if args.quick else [1, 4, 16, 64])]
     rows += [contiguous(requests, grows=True), contiguous(requests, grows=False)]
     print(f"W1: {len(requests)} requests, at most {AT_ONCE} at once; {LAYOUT.bytes_per_token:,} bytes a token")
     for row in rows:
         print(f"  {row['cache']:<32} waste {row['waste']:8.1%}   most held {row['peak_bytes'] / 2**20:7.1f} MiB")
-    if args.output:
-        args.output.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), "rows": rows}, indent=1) + "\n")
+    report.write(args.output, rows=rows)
 
 
 def pages(requests: list[Request], page_size: int) -> dict[str, Any]:

@@ -376,6 +376,60 @@ def test_eviction_is_by_least_recent_use_as_in_a_brute_force_model(seed: int) ->
         assert manager.allocator.num_free == model.free()
 
 
+def trace(seed: int) -> list[list[int]]:
+    """Requests as chains of block ids, as in Mooncake's traces: conversations that go on, among others."""
+    rng, requests, fresh = random.Random(seed), list[list[int]](), itertools.count()
+    for _ in range(300):
+        before = rng.choice(requests) if requests and rng.random() < 0.6 else []
+        requests.append(before[: rng.randint(0, len(before))] + [next(fresh) for _ in range(rng.randint(1, 9))])
+    return requests
+
+
+def oracle_hits(requests: list[list[int]], capacity: int) -> list[int]:
+    """Blocks found of each request: a dict of when each block was used last, of a request the last block first."""
+    used: dict[int, int] = {}
+    clock, result = itertools.count(), []
+    for blocks in requests:
+        hits = len(list(itertools.takewhile(used.__contains__, blocks)))
+        result.append(hits)
+        mine = set(blocks[:hits])
+        for block in blocks[hits:]:
+            if len(used) == capacity:
+                others = used.keys() - mine
+                if not others:
+                    break  # of a request that is larger than the cache only what fits is kept
+                del used[min(others, key=used.__getitem__)]
+            used[block] = -1
+            mine.add(block)
+        for block in reversed([block for block in blocks if block in mine]):
+            used[block] = next(clock)
+    return result
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("capacity", [5, 20, 100, 400, 5000])
+@pytest.mark.parametrize("seed", range(3))
+def test_hits_over_traces_are_those_of_an_independent_oracle(seed: int, capacity: int, shuffled: bool) -> None:
+    requests = trace(seed)
+    if shuffled:
+        random.Random(seed).shuffle(requests)
+    cache, allocator, found = PrefixCache(1), paged.BlockAllocator(capacity + 1), []
+    for blocks in requests:
+        chain = cache.match(tokens(*blocks, -1))
+        found.append(len(chain))
+        pages = [entry.pages[0] for entry in chain]
+        allocator.share(pages)
+        cache.unpark(pages)
+        wanted = min(len(blocks) - len(chain), allocator.num_free + allocator.num_cached)
+        if wanted > allocator.num_free:
+            allocator.reclaim(cache.evict(wanted - allocator.num_free))
+        for block, page in zip(blocks[len(chain) :], allocator.allocate(wanted), strict=False):
+            cache.publish(tokens(block), (page,), chain)
+        cache.park(allocator.park([entry.pages[0] for entry in reversed(chain)]))
+    assert found == oracle_hits(requests, capacity)
+    assert capacity < 100 or sum(found) > 100
+
+
 # Planted faults
 
 

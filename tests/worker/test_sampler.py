@@ -52,6 +52,21 @@ def test_n01_a_row_is_the_same_alone_and_beside_any_neighbours() -> None:
     assert together == alone == backwards
 
 
+def test_n02_choices_of_flat_logits_differ_and_can_be_repeated() -> None:
+    """n = 4 at seed 1 over 1,000 equally likely ids, 50 tokens each."""
+    logits = torch.zeros(4, 1000)
+    params = [SamplingParams(temperature=1.0, seed=1, n=4)] * 4
+
+    def choices() -> list[tuple[int, ...]]:
+        steps = [sample(logits, params, [uniform(1, index, position) for index in range(4)]) for position in range(50)]
+        return list(zip(*steps, strict=True))
+
+    found = choices()
+    assert len(set(found)) == 4
+    assert all(len(set(choice)) >= 40 for choice in found)
+    assert choices() == found
+
+
 def test_n03_top_k_keeps_exactly_k_of_equal_logits() -> None:
     assert {draw([5, 7, 7, 1], seed, top_k=1) for seed in range(1000)} == {1}
     alone = [draw([3, 3, 3, 1], seed, top_k=2) for seed in range(1000)]
