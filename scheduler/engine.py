@@ -87,12 +87,16 @@ class Engine:
         request = self.resolve(
             request_id, prompt_token_ids, params, prompt=prompt, chat=chat, cache_salt=cache_salt
         )
+        self.queue(request, stream)
+
+    def queue(self, request: Request, stream: bool = False) -> None:
+        """`add` for what `resolve` gave."""
         if stream and request.beams:
             raise RequestError("a beam search cannot be streamed: until its end every beam may still lose", "stream")
         tokenizer = self.tokenizer
         self.scheduler.add(request, None if tokenizer is None else lambda: TextStream(tokenizer, request.params))
         if stream:
-            self._streams[request_id] = {}
+            self._streams[request.request_id] = {}
 
     def resolve(
         self,

@@ -28,6 +28,7 @@ from scheduler.config import EngineConfig, parse_memory
 from scheduler.engine import Engine
 from scheduler.outputs import RequestOutput
 from scheduler.policy import Limits
+from scheduler.request import Request
 from scheduler.text import Tokenizer
 from worker.checkpoints import peek, resolve
 from worker.device import pick_device, pick_dtype, pick_threads
@@ -264,7 +265,7 @@ class LLM:
         """Let go of the model and its memory."""
         self.engine.close()
 
-    def _requests(self, prompts: Any, sampling_params: Params | BeamSearchParams, chat: bool) -> list[_Wanted]:
+    def _requests(self, prompts: Any, sampling_params: Params | BeamSearchParams, chat: bool) -> list[Request]:
         """Every prompt tokenised and checked, before the first is queued."""
         items = [prompts] if _is_one(prompts, chat) else list(prompts)
         params: list[SamplingParams | BeamSearchParams]
@@ -278,11 +279,10 @@ class LLM:
         for i, (item, param) in enumerate(zip(items, params, strict=True)):
             try:
                 text, tokens = self.tokens(item, chat)
-                salt = _salt(item)
-                self.engine.resolve("", tokens, param, chat=chat, cache_salt=salt)
+                request = self.engine.resolve("", tokens, param, prompt=text, chat=chat, cache_salt=_salt(item))
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}", error.param) from None
-            wanted.append(_Wanted(text, tokens, param, chat, salt))
+            wanted.append(request)
         return wanted
 
     def tokens(self, prompt: Any, chat: bool) -> tuple[str | None, Any]:
@@ -308,24 +308,16 @@ class LLM:
                 "prompt",
             )
 
-    def _in_order(self, wanted: list[_Wanted]) -> list[RequestOutput]:
+    def _in_order(self, wanted: list[Request]) -> list[RequestOutput]:
         return sorted(self._run(wanted), key=lambda output: int(output.request_id))
 
-    def _run(self, wanted: list[_Wanted], stream: bool = False) -> Iterator[RequestOutput]:
+    def _run(self, wanted: list[Request], stream: bool = False) -> Iterator[RequestOutput]:
         """Queue all, and yield outputs as they come. Left early, or by an error, it aborts what has not ended."""
         numbers: dict[str, int] = {}
         try:
-            for i, one in enumerate(wanted):
+            for i, request in enumerate(wanted):
                 request_id = f"llm-{next(self._ids)}"
-                self.engine.add(
-                    request_id,
-                    one.tokens,
-                    one.params,
-                    prompt=one.text,
-                    chat=one.chat,
-                    stream=stream,
-                    cache_salt=one.cache_salt,
-                )
+                self.engine.queue(replace(request, request_id=request_id), stream)
                 numbers[request_id] = i
             while numbers:
                 mine = [request_id for request_id in numbers if request_id in self._mail]
@@ -340,17 +332,6 @@ class LLM:
             for request_id in numbers:
                 self.engine.abort(request_id)
                 self._mail.pop(request_id, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One prompt of a call, ready to be queued."""
-
-    text: str | None
-    tokens: Any
-    params: SamplingParams | BeamSearchParams
-    chat: bool
-    cache_salt: str | None
 
 
 def _salt(prompt: Any) -> str | None:
