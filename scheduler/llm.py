@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from paged.block_table import pages_for
 from paged.errors import CheckpointError, ConfigError, RequestError
 from paged.layout import DTYPE_BYTES, KVLayout
 from paged.sizing import cuda_memory, host_memory, pool_bytes
@@ -59,19 +57,20 @@ class Plan:
     layout: KVLayout | None = None
     num_pages: int | None = None  # the null page counted
     max_model_len: int | None = None
+    limits: Limits | None = None
 
     @property
     def sizing(self) -> str:
         """In one line, what the pool is and what fits into it."""
-        if self.layout is None or self.num_pages is None or self.max_model_len is None:
+        layout, limits = self.layout, self.limits
+        if layout is None or limits is None:
             return "pages are not known before the model is here"
-        layout, usable = self.layout, self.num_pages - 1
-        fit = usable // _most_pages(layout, self.max_model_len)
-        longest = "" if fit else f", the longest that fits has {_longest(layout, self.num_pages, self.max_model_len):,}"
+        fit = limits.num_pages // limits.pages(limits.max_model_len)
+        longest = "" if fit else f", the longest that fits has {limits.longest_prompt:,}"
         return (
-            f"{usable:,} pages and the null page ({self.num_pages * layout.bytes_per_page:,} bytes), "
-            f"{usable * layout.bytes_per_page // layout.bytes_per_token:,} tokens; "
-            f"sequences of max_model_len {self.max_model_len:,} that fit at once: {fit:,}{longest}"
+            f"{limits.num_pages:,} pages and the null page ({(limits.num_pages + 1) * layout.bytes_per_page:,} bytes), "
+            f"{limits.num_pages * layout.bytes_per_page // layout.bytes_per_token:,} tokens; "
+            f"sequences of max_model_len {limits.max_model_len:,} that fit at once: {fit:,}{longest}"
         )
 
 
@@ -90,6 +89,7 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
     weights = 0 if model is None else model.num_parameters * DTYPE_BYTES[dtype]
     memory = cuda_memory() if device == "cuda" else host_memory()
     kv_bytes = pool_bytes(parse_memory(config.kv_memory), memory, weights)
+    budget = config.max_num_batched_tokens or (4096 if device == "cuda" else 512)
     known: dict[str, Any] = {}
     if model is not None:
         layout = kv_layout(model, dtype, page_size)
@@ -98,16 +98,24 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
             raise ConfigError(
                 f"max_model_len is {max_model_len}, and the model's positions end at {model.max_model_len}: lower it"
             )
-        one = _most_pages(layout, max_model_len)
+        limits = Limits(
+            max_model_len, layout.pages_in(kv_bytes) - 1, page_size, layout.windows, config.max_num_seqs, budget
+        )
+        one = limits.pages(max_model_len)
         # More pages than the longest sequences of a full step take would never be used.
-        pages = min(layout.pages_in(kv_bytes), config.max_num_seqs * one + 1)
-        if config.max_model_len and pages <= one:  # the model's own may be too long: requests are refused one by one
-            longest = _longest(layout, pages, max_model_len)
+        limits = replace(limits, num_pages=min(limits.num_pages, config.max_num_seqs * one))
+        if config.max_model_len and limits.num_pages < one:  # the model's own may be too long: requests are refused
             raise ConfigError(
                 f"max_model_len {max_model_len:,} needs {(one + 1) * layout.bytes_per_page:,} bytes of pages, and "
-                f"kv_memory gives {kv_bytes:,}: lower it to {longest:,}, the longest that fits, or raise kv_memory"
+                f"kv_memory gives {kv_bytes:,}: lower it to {limits.longest_prompt:,}, the longest that fits, or raise "
+                "kv_memory"
             )
-        known = {"layout": layout, "num_pages": pages, "max_model_len": max_model_len}
+        known = {
+            "layout": layout,
+            "num_pages": limits.num_pages + 1,
+            "max_model_len": max_model_len,
+            "limits": limits,
+        }
     return Plan(
         device=device,
         dtype=dtype,
@@ -119,7 +127,7 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
         model_name=config.model,
         model_known=model is not None,
         page_size=page_size,
-        max_num_batched_tokens=config.max_num_batched_tokens or (4096 if device == "cuda" else 512),
+        max_num_batched_tokens=budget,
         kv_bytes=kv_bytes,
         **known,
     )
@@ -127,17 +135,6 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
 
 def kv_layout(model: ModelConfig, dtype: str, page_size: int) -> KVLayout:
     return KVLayout.of(model.layer_windows, model.num_kv_heads, model.head_dim, dtype, page_size)
-
-
-def _most_pages(layout: KVLayout, num_tokens: int) -> int:
-    """Pages that one sequence of `num_tokens` tokens takes at most, over all groups."""
-    return len(layout.windows) * pages_for(num_tokens, layout.page_size)
-
-
-def _longest(layout: KVLayout, num_pages: int, max_model_len: int) -> int:
-    """Tokens of the longest sequence that fits into a pool of `num_pages`, the null page counted."""
-    lengths = range(max_model_len + 1)
-    return bisect_right(lengths, num_pages - 1, key=lambda length: _most_pages(layout, length)) - 1
 
 
 class LLM:
@@ -163,10 +160,9 @@ class LLM:
         self.model_name = checkpoint.name
         self._path, self._model = checkpoint.path, checkpoint.config
         self.tokenizer = Tokenizer.from_dir(checkpoint.path)
-        layout = self.plan.layout
+        layout, limits = self.plan.layout, self.plan.limits
         assert layout is not None
-        assert self.plan.num_pages is not None
-        assert self.plan.max_model_len is not None
+        assert limits is not None
 
         from worker.loading import load_executor  # imports torch: 1.2 s
 
@@ -174,8 +170,8 @@ class LLM:
             checkpoint.path,
             checkpoint.config,
             layout,
-            num_pages=self.plan.num_pages,
-            max_model_len=self.plan.max_model_len,
+            num_pages=limits.num_pages + 1,
+            max_model_len=limits.max_model_len,
             device=self.plan.device,
             backend=self.plan.backend,
             threads=self.plan.threads,
@@ -183,14 +179,7 @@ class LLM:
         self.engine = Engine(
             executor,
             self.tokenizer,
-            Limits(
-                self.plan.max_model_len,
-                executor.num_pages - 1,
-                layout.page_size,
-                layout.windows,
-                config.max_num_seqs,
-                self.plan.max_num_batched_tokens,
-            ),
+            limits,
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.config.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
