@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ class Engine:
         self._seeds = random.Random(seed)
         # Of each streaming request and sequence: tokens that were given out, None once its end was.
         self._streams: dict[str, dict[int, int | None]] = {}
+        self._ready: list[RequestOutput] = []  # that no step has returned yet
 
     @property
     def has_work(self) -> bool:
@@ -132,28 +136,34 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that ended in it, and what is new of those that stream.
 
-        If the worker raises, so does this: the step counts for nothing, every request goes on with the next one.
+        If the worker raises, so does this: the step counts for nothing, every request goes on with the next one. Ctrl-C
+        while the worker runs is such a case; it waits while tables and queues are changed, and what a step has given
+        that was not returned, the next one returns.
         """
-        self.scheduler.manager.expire(time.monotonic())
+        scheduler = self.scheduler
+        scheduler.manager.expire(time.monotonic())
         try:
-            step = self.scheduler.schedule()
-            if step is None:
-                return []
-            self.executor.submit(step)
-            changed = self.scheduler.update(self.executor.result())
-        except BaseException:  # Ctrl-C may strike anywhere in here, not only in the worker
-            self.scheduler.fail()
+            with _uninterrupted():
+                step = scheduler.schedule()
+            if step is not None:
+                self.executor.submit(step)
+                result = self.executor.result()
+                with _uninterrupted():
+                    for family in scheduler.update(result):
+                        if family.state is State.FINISHED or family.request.request_id in self._streams:
+                            self._ready.append(self._output(family))
+        except BaseException:
+            with _uninterrupted():
+                scheduler.fail()
             raise
-        outputs = []
-        for family in changed:
-            if family.state is State.FINISHED or family.request.request_id in self._streams:
-                outputs.append(self._output(family))
+        outputs, self._ready = self._ready, []
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, at any moment; its last output. None if it is not known or has ended already."""
-        family = self.scheduler.abort(request_id)
-        return None if family is None else self._output(family)
+        with _uninterrupted():
+            family = self.scheduler.abort(request_id)
+            return None if family is None else self._output(family)
 
     def pin(self, prompt_token_ids: SequenceOf[int], seconds: float, cache_salt: str | None = None) -> int:
         """Keep what is cached of a prompt for so long, if anything else can be given up instead. Its tokens."""
@@ -245,3 +255,19 @@ class Engine:
 def _greedy(beams: BeamSearchParams) -> SamplingParams:
     """What of a beam search concerns its worker and its text."""
     return SamplingParams(temperature=0, max_tokens=beams.max_tokens, ignore_eos=beams.ignore_eos)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, where half a change would be left. Only the main thread ever gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
 from fakes import FakeExecutor, fake_engine, idle, solo
 
-from paged import RequestOutput, SamplingParams
+import paged
+from paged import BeamSearchParams, RequestOutput, SamplingParams
 from scheduler.engine import Engine
 from scheduler.request import Sequence
 from scheduler.scheduler import Scheduler
@@ -162,3 +167,58 @@ def test_a_restart_takes_the_place_of_a_step_that_was_given_up() -> None:
     assert executor.result().number == 1
     with pytest.raises(AssertionError, match="no step is under way"):
         executor.result()
+
+
+def test_ctrl_c_at_any_line_leaves_everything_sound_and_loses_no_answer() -> None:
+    """A signal at every so many lines of schedule, update and what they call; then all goes on to the same answers."""
+    home = str(Path(paged.__file__).parent.parent)
+    params: list[SamplingParams | BeamSearchParams] = [
+        SamplingParams(temperature=1.0, n=2, max_tokens=6, seed=1),
+        SamplingParams(temperature=0, max_tokens=9),
+        BeamSearchParams(2, 5),
+    ]
+
+    def load(strike_at: int) -> tuple[dict[str, list[list[int]]], int, bool]:
+        engine, _ = fake_engine(12, 4, budget=6)
+        for i, param in enumerate(params):
+            engine.add(f"r{i}", [*PROMPT, i], param)
+        lines, struck = 0, False
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal lines, struck
+            if not frame.f_code.co_filename.startswith((f"{home}/paged/", f"{home}/scheduler/")):
+                return None
+            if event == "line":
+                lines += 1
+                if lines == strike_at:
+                    struck = True
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        found: dict[str, list[list[int]]] = {}
+        before = sys.gettrace()
+        for _ in range(200):
+            sys.settrace(trace)
+            try:
+                outputs = engine.step()
+            except KeyboardInterrupt:
+                outputs = []
+                sys.settrace(before)
+                engine.scheduler.check()
+            finally:
+                sys.settrace(before)
+            for out in outputs:
+                assert out.request_id not in found
+                found[out.request_id] = [choice.token_ids for choice in out.outputs]
+            if not engine.has_work and len(found) == 3:
+                break
+        assert idle(engine.scheduler.manager)
+        return found, lines, struck
+
+    expected, total, _ = load(0)
+    assert len(expected) == 3
+    step = max(1, total // 150)
+    for strike_at in range(1, total, step):
+        found, _, struck = load(strike_at)
+        assert struck
+        assert found == expected, f"line event {strike_at}"
