@@ -34,9 +34,8 @@ class Memory:
 def pool_bytes(kv_memory: int | float, memory: Memory | None, weights: int) -> int:
     """Bytes that a pool may take, for `kv_memory` in bytes (int) or as a share (float), beside `weights` to be loaded.
 
-    A share is of all that this process is to take of the machine: its pool, the model, and what it holds already. So a
-    share f gives f * basis - own - weights, the same whatever else runs, but never more than available - weights, which
-    is there. A number of bytes is taken as it is, or refused: a pool takes its memory as pages are first written, so
+    A share f gives f * basis - own, the same whatever else runs, but never more than available - weights, which is
+    there. A number of bytes is taken as it is, or refused: a pool takes its memory as pages are first written, so
     one that is too large would be killed much later. `memory` is None where it is not known; then only bytes will do.
     """
     if memory is None:
@@ -50,7 +49,7 @@ def pool_bytes(kv_memory: int | float, memory: Memory | None, weights: int) -> i
             raise ConfigError(f"kv_memory of {kv_memory:,} bytes is too much, {beside}: lower it")
         return kv_memory
     share = int(kv_memory * memory.basis)
-    result = min(share - memory.own - weights, left)
+    result = min(share - memory.own, left)
     if result <= 0:
         raise ConfigError(
             f"kv_memory of {kv_memory:.0%} leaves no memory for pages: that is {share:,} bytes of {memory.basis:,}, "

@@ -230,7 +230,7 @@ def test_cuda_counts_what_this_process_holds_and_not_what_others_do(monkeypatch:
 def test_m02_a_share_never_exceeds_its_part_of_the_basis_less_what_is_in_use_nor_what_is_there(
     share: float, basis: int, available: int, own: int, weights: int
 ) -> None:
-    most = min(int(share * basis) - own - weights, available - weights)
+    most = min(int(share * basis) - own, available - weights)
     memory = Memory(basis, available, own)
     if most > 0:
         assert pool_bytes(share, memory, weights) == most
@@ -240,16 +240,17 @@ def test_m02_a_share_never_exceeds_its_part_of_the_basis_less_what_is_in_use_nor
 
 
 def test_a_share_leaves_room_for_the_model_that_is_to_be_loaded() -> None:
-    assert pool_bytes(0.5, Memory(64 * GIB, 64 * GIB, GIB), weights=10 * GIB) == 21 * GIB
+    assert pool_bytes(0.5, Memory(64 * GIB, 64 * GIB, GIB), weights=10 * GIB) == 31 * GIB
     assert pool_bytes(0.5, Memory(64 * GIB, 16 * GIB, GIB), weights=10 * GIB) == 6 * GIB
 
 
-def test_a_share_that_the_model_alone_exceeds_is_refused_with_the_numbers() -> None:
+@pytest.mark.parametrize(("own", "weights"), [(1024, 1000), (100, 3000)])
+def test_a_share_that_leaves_nothing_is_refused_with_the_numbers(own: int, weights: int) -> None:
     with pytest.raises(ConfigError) as error:
-        pool_bytes(0.25, Memory(4096, 3000, 100), weights=1000)
+        pool_bytes(0.25, Memory(4096, 3000, own), weights)
     assert str(error.value) == (
-        "kv_memory of 25% leaves no memory for pages: that is 1,024 bytes of 4,096, this process holds 100, "
-        "3,000 bytes are available, and the model takes 1,000: raise kv_memory, or free memory"
+        f"kv_memory of 25% leaves no memory for pages: that is 1,024 bytes of 4,096, this process holds {own:,}, "
+        f"3,000 bytes are available, and the model takes {weights:,}: raise kv_memory, or free memory"
     )
 
 
