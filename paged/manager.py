@@ -38,7 +38,7 @@ from paged.allocator import NULL_PAGE, BlockAllocator
 from paged.block_table import BlockTable, TableStore, Windows, first_page, pages_for
 from paged.errors import PageStateError
 from paged.pages import Mark, Move, Pages
-from paged.prefix_cache import DEFAULT, Entry, PrefixCache, Tokens
+from paged.prefix_cache import DEFAULT, Entry, PrefixCache, Tokens, as_tokens
 
 TableChange = tuple[int, int, int]  # group, index in the table, the page that stands there now
 
@@ -62,7 +62,8 @@ class KVCacheManager:
     """Pages of all groups. `num_pages` counts the null page; sequence ids are the caller's.
 
     windows: for each group the tokens that a query sees, its own included; None is all. poison: emit marks by which the
-    pool notices stale reads and stray writes; slow. Public calls raise PageStateError for an unknown sequence.
+    pool notices stale reads and stray writes; slow. Public calls raise PageStateError for an unknown sequence, and
+    TypeError for tokens that are not an array int32 [n].
     """
 
     poison_by_default = False  # the test suite sets it
@@ -142,7 +143,7 @@ class KVCacheManager:
 
         Changes nothing; the next call may evict what was found.
         """
-        return len(self._match(tokens, namespace)) * self.page_size
+        return len(self._match(as_tokens(tokens), namespace)) * self.page_size
 
     def computing(self, tokens: Tokens, namespace: bytes = DEFAULT) -> int | None:
         """The sequence that is just computing the page after the cached prefix of `tokens`; None if there is none.
@@ -151,6 +152,7 @@ class KVCacheManager:
         """
         if not self._promised:
             return None
+        tokens = as_tokens(tokens)
         chain = self._match(tokens, namespace)
         digest = self.prefix_cache.next_digest(tokens[:-1], chain, namespace)
         return None if digest is None else self._promised.get(digest)
@@ -173,6 +175,7 @@ class KVCacheManager:
         """
         if seq_id in self._held:
             raise PageStateError(f"sequence {seq_id} has pages already")
+        tokens = as_tokens(tokens)
         chain = self._match(tokens, namespace)
         cached = len(chain) * self.page_size
         shared = [
@@ -212,7 +215,7 @@ class KVCacheManager:
 
     def extend_all(self, seq_ids: SequenceOf[int], num_tokens: npt.NDArray[np.int64]) -> None:
         """`extend` for many sequences, num_tokens int64 [seqs], at once: of them all, or with OutOfPages of none."""
-        store, rows = self._store, self._rows(seq_ids)
+        store, rows = self._store, self._rows(seq_ids, num_tokens)
         new = ((num_tokens + self.page_size - 1) >> self._shift) - store.num_pages[rows]
         frozen = store.frozen[rows]
         if not frozen.any():
@@ -237,7 +240,7 @@ class KVCacheManager:
 
         Raises PageStateError for fewer tokens than before, or more than there are or is room for.
         """
-        held = self._get(seq_id)
+        held, tokens = self._get(seq_id), as_tokens(tokens)
         before = int(self._store.num_computed[held.row])
         room = int(self._store.num_pages[held.row]) * self.page_size
         if not before <= num_computed <= min(room, len(tokens)):
@@ -253,7 +256,7 @@ class KVCacheManager:
         self, seq_ids: SequenceOf[int], tokens: SequenceOf[Tokens], num_computed: npt.NDArray[np.int64]
     ) -> None:
         """`commit` for many sequences at once, num_computed int64 [seqs]; if it raises, none is changed."""
-        store, rows, size, shift = self._store, self._rows(seq_ids), self.page_size, self._shift
+        store, rows, size, shift = self._store, self._rows(seq_ids, num_computed), self.page_size, self._shift
         before = store.num_computed[rows]
         wrong = (num_computed < before) | (num_computed > store.num_pages[rows] << shift)
         if wrong.any():
@@ -267,7 +270,7 @@ class KVCacheManager:
             due |= (num_computed - window + 1) >> shift > (before - window + 1) >> shift
         filled = due.nonzero()[0].tolist()
         for i in filled:
-            if len(tokens[i]) < num_computed[i]:
+            if len(as_tokens(tokens[i])) < num_computed[i]:
                 raise PageStateError(f"sequence {seq_ids[i]}: {num_computed[i]} computed of {len(tokens[i])} tokens")
         store.num_computed[rows] = num_computed
         for i in filled:
@@ -354,7 +357,7 @@ class KVCacheManager:
 
     def pin(self, tokens: Tokens, until: float, namespace: bytes = DEFAULT) -> int:
         """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time. Its tokens."""
-        chain = self._match(tokens, namespace)
+        chain = self._match(as_tokens(tokens), namespace)
         self.prefix_cache.pin(chain, until)
         return len(chain) * self.page_size
 
@@ -498,15 +501,24 @@ class KVCacheManager:
             self._pages.drop([page for page in reversed(table) if page])
         self._store.cut(held.row, keep)
 
-    def _rows(self, seq_ids: SequenceOf[int]) -> npt.NDArray[np.int64]:
+    def _rows(self, seq_ids: SequenceOf[int], lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """The row of each sequence; with `lengths`, which must be one for each, no sequence may come twice."""
+        seq_ids = list(seq_ids)
         if self._last_rows is not None and self._last_rows[0] == seq_ids:
-            return self._last_rows[1]
-        row_of = self._row_of
-        try:
-            rows = np.array([row_of[seq_id] for seq_id in seq_ids], dtype=np.int64)
-        except KeyError as error:
-            raise PageStateError(f"sequence {error} has no pages") from None
-        self._last_rows = (list(seq_ids), rows)
+            rows = self._last_rows[1]
+        else:
+            row_of = self._row_of
+            try:
+                rows = np.array([row_of[seq_id] for seq_id in seq_ids], dtype=np.int64)
+            except KeyError as error:
+                raise PageStateError(f"sequence {error} has no pages") from None
+            self._last_rows = (seq_ids, rows)
+        if lengths is not None:
+            if lengths.shape != rows.shape or lengths.dtype != np.int64:
+                found = f"{lengths.dtype} {list(lengths.shape)}"
+                raise TypeError(f"{len(rows)} sequences need lengths int64 [{len(rows)}], not {found}")
+            if len(set(seq_ids)) < len(rows):
+                raise PageStateError(f"a sequence is named twice: {seq_ids}")
         return rows
 
     def _match(self, tokens: Tokens, namespace: bytes) -> list[Entry]:

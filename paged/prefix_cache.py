@@ -102,6 +102,14 @@ def sha256_digest(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
 
 
+def as_tokens(tokens: Tokens) -> Tokens:
+    """What was given as tokens. Raises TypeError if it is no array int32 [n]: another would never match, or wrap."""
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+        raise TypeError(f"tokens must be a NumPy array int32 [n], not {found}: np.array(ids, dtype=np.int32) makes one")
+    return tokens
+
+
 def _bytes(tokens: Tokens) -> bytes:
     """Little-endian int32."""
     return (tokens if tokens.dtype == "<i4" else tokens.astype("<i4")).tobytes()

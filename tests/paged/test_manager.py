@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -687,3 +688,48 @@ def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
     state = set(vars(busy())) - settings | {f"held.{name}" for name in _Held.__slots__ if name != "label"}
     state |= {f"pages.{name}" for name in vars(busy()._pages) if name not in {"allocator", "prefix_cache", "_poison"}}
     assert {fault[0] for fault in FAULTS} | {"held.num_known"} == state
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([1, 2, 3], "list"),
+        (np.arange(9), "int64"),
+        (np.arange(8, dtype=np.int32).reshape(2, 4), r"int32 \[2, 4\]"),
+        (np.arange(9, dtype=np.float32), "float32"),
+        (None, "NoneType"),
+    ],
+)
+def test_tokens_of_another_kind_are_refused_and_change_nothing(given: Any, found: str) -> None:
+    manager = full()
+    calls: list[Callable[[], object]] = [
+        lambda: manager.match(given),
+        lambda: manager.computing(given),
+        lambda: manager.allocate(3, given, 1),
+        lambda: manager.commit(1, given, 9),
+        lambda: manager.commit_all([1], [given], np.array([12])),
+        lambda: manager.pin(given, 1.0),
+    ]
+    manager.extend(1, 12)
+    manager.allocate(4, ramp(9, start=60), 1)  # so that `computing` has something to compare with
+    for call in calls:
+        assert_refused(manager, TypeError, call, f"tokens must be a NumPy array int32 .n., not {found}")
+
+
+@pytest.mark.parametrize("name", ["extend_all", "commit_all"])
+def test_a_batch_that_makes_no_sense_is_refused_and_changes_nothing(name: str) -> None:
+    manager = full()
+    manager.allocate(4, ramp(9, start=60), 1)
+    manager.extend(1, 12)
+
+    def call(ids: list[int], lengths: Any) -> Callable[[], object]:
+        if name == "extend_all":
+            return lambda: manager.extend_all(ids, lengths)
+        return lambda: manager.commit_all(ids, [ramp(40)] * len(ids), lengths)
+
+    assert_refused(manager, PageStateError, call([1, 1], np.array([12, 12])), "named twice")
+    assert_refused(manager, TypeError, call([1, 4], np.array([12])), r"2 sequences need lengths int64 \[2\]")
+    assert_refused(manager, TypeError, call([1], np.array([12.0])), "not float64")
+    call([], np.zeros(0, dtype=np.int64))()
+    manager.extend_all(np.array([1]), np.array([13]))  # type: ignore[arg-type]  # ids of NumPy are ids too
+    manager.check()
