@@ -59,7 +59,7 @@ def resolve_max_tokens(num_prompt: int, max_tokens: int | None, chat: bool, limi
         raise RequestError("the prompt is empty: give at least one token", "prompt")
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if n > (most := getattr(limits, name)):
-            raise RequestError(f"{n} sequences were asked for, and {name} is {most}: lower n, or raise {name}", "n")
+            raise RequestError(f"{n} sequences wanted, and {name} is {most}: ask for fewer, or raise {name}", "n")
     max_model_len, pool = limits.max_model_len, f"the pool has {limits.num_pages}"
     if limits.windows == (None,):
         pool += f" ({limits.num_pages * limits.page_size} tokens)"

@@ -156,7 +156,7 @@ def test_n02_without_a_stream_all_choices_come_at_the_end_in_order() -> None:
 
 @pytest.mark.parametrize(("name", "limits"), [("max_num_seqs", (2, 64)), ("max_num_batched_tokens", (8, 2))])
 def test_more_sequences_than_a_step_takes_are_refused(name: str, limits: tuple[int, int]) -> None:
-    with pytest.raises(RequestError, match=f"3 sequences were asked for, and {name} is 2") as caught:
+    with pytest.raises(RequestError, match=f"3 sequences wanted, and {name} is 2") as caught:
         resolve_max_tokens(5, 4, False, Limits(100, 50, PAGE_SIZE, (None,), *limits), n=3)
     assert caught.value.param == "n"
 
