@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from oracles import tiny_gemma3
+from oracles import tiny_gemma3, tiny_llama
 
-from paged import LLM, BeamSearchParams, CheckpointError, Move, SamplingParams
+from paged import LLM, BeamSearchParams, CheckpointError, InvariantError, Move, SamplingParams
 from paged.pool import KVPool
 from worker.checkpoints import Checkpoint
 from worker.weights import load_weights
@@ -197,3 +198,22 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_poison_makes_a_stale_page_and_a_stray_write_loud(tmp_path: Path) -> None:
+    """The whole engine, with a fault planted in its worker: the tests above stand on these being seen."""
+    tiny_llama(tmp_path)
+    make_tokenizer(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = list(range(3, 40))
+    with engine(tmp_path, kv_memory="1MiB", page_size=4) as llm:
+        clean = llm.generate(prompt, params)[0].outputs[0].token_ids
+        pool = llm.engine.executor._runner.pool  # type: ignore[attr-defined]
+        pool.k[0][llm.engine.scheduler.manager.prefix_cache.match(np.array(prompt, dtype=np.int32))[2].pages[0], 1] += 1
+        with pytest.raises(InvariantError, match="was written after it was full"):
+            llm.generate(prompt, params)
+        llm.reset_prefix_cache()
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == clean
+        # A page that was given back, read by a table that still names it.
+        freed = llm.engine.scheduler.manager.allocator._free[-1]
+        assert bool(pool.k[0][freed].isnan().all())

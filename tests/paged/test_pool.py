@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged import KVLayout, KVPool, Move
+from paged import InvariantError, KVLayout, KVPool, Mark, Move
 
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -95,3 +95,39 @@ def test_k_and_v_of_each_layer_are_pages_of_slots_of_heads(dtype: str) -> None:
     made = pool(dtype, page_size=16)
     shapes = {(tensor.shape, tensor.dtype) for tensor in (*made.k, *made.v)}
     assert shapes == {(torch.Size([6, 16, 3, 8]), getattr(torch, dtype))}
+
+
+# Poison mode
+
+
+def test_a_page_that_is_free_holds_nothing_that_could_pass_for_an_answer() -> None:
+    made = pool()
+    made.apply([Mark(3, "poison")])
+    assert page(made, 0, 3).isnan().all()
+    assert page(made, 1, 3).isnan().all()
+    assert not page(made, 0, 2).isnan().any()
+
+
+def test_a_stray_write_into_a_page_that_others_may_find_is_noticed() -> None:
+    made = pool(page_size=4)
+    made.apply([Mark(2, "seal"), Mark(3, "seal"), Mark(2, "verify")])
+    made.write(1, torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), torch.tensor([2 * 4 + 3]))
+    made.apply([Mark(3, "verify")])
+    with pytest.raises(InvariantError, match="page 2 was written after it was full and others could find it"):
+        made.apply([Mark(2, "verify")])
+
+
+def test_a_seal_ends_when_the_page_is_free_and_when_a_step_failed() -> None:
+    made = pool(page_size=4)
+    made.apply([Mark(2, "seal"), Mark(3, "seal"), Mark(2, "verify"), Mark(2, "poison"), Mark(2, "verify")])
+    made.write(0, torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), torch.tensor([3 * 4]))
+    made.forget_seals()
+    made.apply([Mark(3, "verify")])
+
+
+def test_marks_and_moves_are_done_in_their_order() -> None:
+    made = pool(page_size=4)
+    before = page(made, 0, 1)
+    made.apply([Move(1, 4), Mark(1, "poison"), Mark(4, "seal")])
+    assert torch.equal(page(made, 0, 4), before)
+    made.apply([Mark(4, "verify")])
