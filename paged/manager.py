@@ -238,7 +238,8 @@ class KVCacheManager:
     def commit(self, seq_id: int, tokens: Tokens, num_computed: int) -> None:
         """K and V of the first `num_computed` of `tokens`, int32 [n], are computed: full pages can be found now.
 
-        Raises PageStateError for fewer tokens than before, or more than there are or is room for.
+        Raises PageStateError for fewer tokens than before, for more than there are or is room for, and where the page
+        that was written may be another's, as nobody has called `extend`.
         """
         held, tokens = self._get(seq_id), as_tokens(tokens)
         before = int(self._store.num_computed[held.row])
@@ -247,6 +248,8 @@ class KVCacheManager:
             raise PageStateError(
                 f"sequence {seq_id}: {num_computed} tokens computed of {len(tokens)}, {before} before, room for {room}"
             )
+        if self._store.frozen[held.row] and num_computed > before:
+            raise PageStateError(f"sequence {seq_id} may share the page that was written: extend it first")
         self._store.num_computed[held.row] = num_computed
         if num_computed // self.page_size > before // self.page_size:
             self._publish(seq_id, held, tokens, num_computed)
@@ -265,6 +268,9 @@ class KVCacheManager:
                 f"sequence {seq_ids[i]}: {num_computed[i]} tokens computed, {before[i]} before, "
                 f"room for {store.num_pages[rows[i]] * size}"
             )
+        if (unextended := store.frozen[rows] & (num_computed > before)).any():
+            seq_id = seq_ids[int(unextended.argmax())]
+            raise PageStateError(f"sequence {seq_id} may share the page that was written: extend it first")
         due = num_computed >> shift > before >> shift
         for _, window in self._windowed:
             due |= (num_computed - window + 1) >> shift > (before - window + 1) >> shift

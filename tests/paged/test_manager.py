@@ -733,3 +733,19 @@ def test_a_batch_that_makes_no_sense_is_refused_and_changes_nothing(name: str) -
     call([], np.zeros(0, dtype=np.int64))()
     manager.extend_all(np.array([1]), np.array([13]))  # type: ignore[arg-type]  # ids of NumPy are ids too
     manager.check()
+
+
+@pytest.mark.parametrize("how", ["fork", "truncate"])
+def test_p2_tokens_written_without_extend_into_a_page_that_may_be_anothers_are_refused(how: str) -> None:
+    manager = forked() if how == "fork" else KVCacheManager(10, PAGE_SIZE)
+    if how == "truncate":
+        run(manager, 1, ramp(12))
+        manager.truncate(1, 10)
+    history = ramp(11)
+    for call in (
+        lambda: manager.commit(1, history, 11),
+        lambda: manager.commit_all([1], [history], np.array([11])),
+    ):
+        assert_refused(manager, PageStateError, call, "sequence 1 may share the page that was written: extend it first")
+    grow(manager, 1, history)
+    manager.check()
