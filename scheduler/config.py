@@ -25,6 +25,7 @@ class EngineConfig:
 
     model: str = _setting("smollm2", "built-in name, directory, .gguf file, or hub id")
     dtype: str = _setting("auto", "auto, float32, bfloat16 or float16; auto is bfloat16 where native")
+    quantization: str | None = _setting(None, "int8 or int4 weights, on CPU [the dtype's]")
     kv_memory: str | int = _setting("30%", "bytes for pages: 2GiB, or a share of memory for pages and model: 30%")
     page_size: int | None = _setting(None, "tokens a page, a power of two from 1 to 256 [16 on CPU, 64 on CUDA]")
     max_model_len: int | None = _setting(None, "longest sequence, prompt and output [the model's]")
@@ -33,7 +34,7 @@ class EngineConfig:
     enable_prefix_caching: bool = _setting(True, "find the pages of equal prefixes again")
     threads: int | None = _setting(None, "CPU threads [what the cgroup and the affinity allow]")
     device: str = _setting("auto", "auto, cpu or cuda")
-    attention_backend: str = _setting("auto", "auto, sdpa or reference")
+    attention_backend: str = _setting("auto", "auto, native, sdpa or reference")
     seed: int | None = _setting(None, "draws the seeds of requests that bring none")
 
     @classmethod
@@ -49,8 +50,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("quantization", self.quantization, (None, "int8", "int4"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _one_of("attention_backend", self.attention_backend, ("auto", "sdpa", "reference"))
+        _one_of("attention_backend", self.attention_backend, ("auto", "native", "sdpa", "reference"))
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a name or a path, not {self.model!r}")
         if not isinstance(self.enable_prefix_caching, bool):
@@ -80,6 +82,6 @@ def parse_memory(value: str | int) -> int | float:
     return amount / 100 if unit == "%" else int(amount * _UNITS[unit])
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(str(one) for one in allowed)}, not {value!r}")

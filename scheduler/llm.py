@@ -29,13 +29,14 @@ from scheduler.policy import Limits
 from scheduler.request import Request
 from scheduler.text import Tokenizer
 from worker.checkpoints import peek, resolve
-from worker.device import pick_device, pick_dtype, pick_threads
+from worker.device import pick_backend, pick_device, pick_dtype, pick_threads
 from worker.model_config import ModelConfig
 from worker.step import SamplingParams
 
 # Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too.
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, Any]
 Params: TypeAlias = SamplingParams | SequenceOf[SamplingParams] | None
+_QUANTIZED_BYTES = {"int8": 1 + 1 / 16, "int4": 1 / 2 + 1 / 16}  # of a weight; a float16 for each 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,8 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
     dtype, dtype_reason = pick_dtype(config.dtype, device)
     threads, threads_reason = pick_threads(config.threads)
     page_size = config.page_size or (64 if device == "cuda" else 16)
-    backend = "sdpa" if config.attention_backend == "auto" else config.attention_backend
-    reason = "the fastest here" if config.attention_backend == "auto" else "as set"
-    weights = 0 if model is None else model.num_parameters * DTYPE_BYTES[dtype]
+    backend, reason = pick_backend(config.attention_backend, config.quantization, device)
+    weights = 0 if model is None else _weight_bytes(model, dtype, config.quantization, backend == "native")
     memory = cuda_memory() if device == "cuda" else host_memory()
     kv_bytes = pool_bytes(parse_memory(config.kv_memory), memory, weights)
     budget = config.max_num_batched_tokens or (4096 if device == "cuda" else 512)
@@ -133,6 +133,17 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
     )
 
 
+def _weight_bytes(model: ModelConfig, dtype: str, quantization: str | None, native: bool) -> int:
+    """What the weights take. Native kernels have the head packed, beside the embedding that it may be tied to."""
+    embedding = model.vocab_size * model.hidden_size
+    rest = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2)
+    size = DTYPE_BYTES[dtype]
+    if not native:
+        return model.num_parameters * size
+    matrices, head = (_QUANTIZED_BYTES[quantization], _QUANTIZED_BYTES["int8"]) if quantization else (size, size)
+    return int(rest * matrices + embedding * (size + head))
+
+
 def kv_layout(model: ModelConfig, dtype: str, page_size: int) -> KVLayout:
     return KVLayout.of(model.layer_windows, model.num_kv_heads, model.head_dim, dtype, page_size)
 
@@ -174,6 +185,7 @@ class LLM:
             max_model_len=limits.max_model_len,
             device=self.plan.device,
             backend=self.plan.backend,
+            quantization=config.quantization,
             threads=self.plan.threads,
         )
         self.engine = Engine(

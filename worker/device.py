@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from paged.errors import ConfigError
+from paged.kernels import library, why_not
 from paged.sizing import ROOT, cgroup_folders, read
 
 
@@ -41,6 +42,25 @@ def pick_dtype(wanted: str, device: str, cpuinfo: Path = Path("/proc/cpuinfo")) 
     if native:
         return "bfloat16", f"{unit} multiplies it natively"
     return "float32", f"{unit} does not multiply bfloat16 natively"
+
+
+def pick_backend(wanted: str, quantization: str | None, device: str) -> tuple[str, str]:
+    """What computes, and why: for `auto` on a CPU the native kernels, else PyTorch.
+
+    Raises ConfigError where native kernels are asked for, or needed by the quantization, and not here.
+    """
+    found = library() if device == "cpu" else None
+    missing = why_not() if device == "cpu" else "they run on CPUs only"
+    if found is not None and wanted in ("auto", "native"):
+        return "native", f"native kernels, {found.sets[-1]}"
+    if wanted == "native":
+        raise ConfigError(f"attention_backend is native, and native kernels are not here: {missing}")
+    if quantization is not None:
+        reason = missing if found is None else f"attention_backend is {wanted}"
+        raise ConfigError(f"quantization {quantization} needs the native kernels, which are not used here: {reason}")
+    if wanted != "auto":
+        return wanted, "as set"
+    return "sdpa", "PyTorch" if device == "cuda" else f"PyTorch, slower than native kernels: {missing}"
 
 
 def pick_threads(wanted: int | None, root: Path = ROOT) -> tuple[int, str]:

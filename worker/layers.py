@@ -35,12 +35,12 @@ class Rotary:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         frequencies = 1.0 / theta**exponents / factor
         angles = torch.arange(max_model_len).float()[:, None] * frequencies  # [positions, head_dim / 2]
-        self._cos = angles.cos().to(dtype).to(device)
-        self._sin = angles.sin().to(dtype).to(device)
+        self.cos = angles.cos().to(dtype).to(device)
+        self.sin = angles.sin().to(dtype).to(device)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine at `positions` [tokens], each [tokens, 1, head_dim / 2]."""
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 
-from paged.attention import PagedAttention, reference, sdpa
+from paged.attention import PagedAttention, cpu, reference, sdpa
+from paged.kernels import Team
 from paged.layout import KVLayout
 from paged.pool import KVPool
 from worker.executor import LocalExecutor
 from worker.model_config import GEMMA3, LLAMA, ModelConfig
 from worker.models.gemma3 import Gemma3
 from worker.models.llama import Llama
+from worker.native_model import NativeModel
+from worker.packing import pack_weights, packed_weights
 from worker.runner import Model, ModelRunner
 from worker.weights import load_weights, replace_weights
 
-ATTENTION: dict[str, PagedAttention] = {"reference": reference.paged_attention, "sdpa": sdpa.paged_attention}
+ATTENTION: dict[str, PagedAttention] = {
+    "reference": reference.paged_attention,
+    "sdpa": sdpa.paged_attention,
+    "native": cpu.paged_attention,
+}
 MODELS: dict[str, type[Llama] | type[Gemma3]] = {LLAMA: Llama, GEMMA3: Gemma3}
 
 
@@ -31,18 +38,30 @@ def load_executor(
     max_model_len: int,
     device: str = "cpu",
     backend: str = "sdpa",
+    quantization: str | None = None,
     threads: int | None = None,
 ) -> LocalExecutor:
     """A worker in this process for the checkpoint in the folder `path`, computing in the layout's dtype.
 
-    num_pages counts the null page; threads is for the whole process, None leaves it. Raises CheckpointError.
+    num_pages counts the null page; threads is for the whole process, None leaves it. With the backend `native` the
+    whole model runs on the native kernels, in a quantization if one is given. Raises CheckpointError.
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    pool = KVPool(layout, num_pages, device)
+    dtype = getattr(torch, layout.dtype)
+    team = Team(torch.get_num_threads(), len(layout.windows)) if backend == "native" else None
+
     def load(folder: Path, replaced: Mapping[str, Any]) -> Model:
-        weights = load_weights(folder, config, getattr(torch, layout.dtype), torch.device(device))
+        if team is not None and not replaced:
+            parts = packed_weights(folder, config, dtype, quantization)
+            return NativeModel(config, parts, pool, max_model_len, team, quantization)
+        weights = load_weights(folder, config, dtype, torch.device(device))
         replace_weights(weights, replaced, config)
+        if team is not None:
+            parts = dict(pack_weights(weights, config, quantization))
+            return NativeModel(config, parts, pool, max_model_len, team, quantization)
         return MODELS[config.architecture](config, weights, max_model_len)
 
-    runner = ModelRunner(load(path, {}), KVPool(layout, num_pages, device), ATTENTION[backend])
+    runner = ModelRunner(load(path, {}), pool, ATTENTION[backend])
     return LocalExecutor(runner, load)

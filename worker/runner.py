@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from paged.attention import PagedAttention
 from paged.errors import StepError
 from paged.pool import KVPool
-from worker.inputs import SequenceState, build_inputs
+from worker.inputs import Inputs, SequenceState, build_inputs
 from worker.models.gemma3 import Gemma3
 from worker.models.llama import Llama
+from worker.native_model import NativeModel
 from worker.sampler import logprobs, sample, uniform
 from worker.step import Row, Step, StepResult
 
-Model = Llama | Gemma3
+Model = Llama | Gemma3 | NativeModel
 
 
 class ModelRunner:
@@ -25,6 +27,7 @@ class ModelRunner:
         self.attention = attention
         self._states: dict[int, SequenceState] = {}
         self._next_number = 0
+        self.seconds: dict[str, float] | None = None  # of each kind of native operation, where somebody wants to know
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
@@ -45,18 +48,17 @@ class ModelRunner:
             return StepResult(step.number, (), ())
         states = [self._state(row) for row in step.rows]
         inputs = build_inputs(step.rows, states, self.pool.layout.page_size, self.pool.k[0].device)
-        hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.metas, self.pool, self.attention)
+        logits, best = self._compute(inputs)
         for row, state in zip(step.rows, states, strict=True):
             state.num_computed += row.num_tokens
         sampling = [(row.seq_id, state) for row, state in zip(step.rows, states, strict=True) if row.samples]
         if not sampling:
             return StepResult(step.number, (), ())
-        logits = self.model.logits(hidden[inputs.sampled])
         params = [state.params for _, state in sampling]
         uniforms = [
             0.0 if state.params.greedy else uniform(state.seed, state.index, state.num_tokens) for _, state in sampling
         ]
-        tokens = sample(logits, params, uniforms)
+        tokens = sample(logits, params, uniforms, best)
         for (_, state), token in zip(sampling, tokens, strict=True):
             state.append_token(token)
         return StepResult(
@@ -65,6 +67,13 @@ class ModelRunner:
             tuple(tokens),
             tuple(logprobs(logits, tokens, [state.num_logprobs for _, state in sampling])),
         )
+
+    def _compute(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Logits float32 [rows that sample, vocab], and where it comes with them the place of the greatest."""
+        if isinstance(self.model, NativeModel):
+            return self.model.step(inputs, self.seconds)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.metas, self.pool, self.attention)
+        return self.model.logits(hidden[inputs.sampled]), None
 
     def _state(self, row: Row) -> SequenceState:
         """The sequence of a row, brought up to what the row says."""

@@ -23,9 +23,17 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, params: SequenceOf[SamplingParams], uniforms: SequenceOf[float]) -> list[int]:
-    """One token id for each row of `logits`, float [rows, vocab]; `uniforms` are used where a row is not greedy."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+def sample(
+    logits: Tensor,
+    params: SequenceOf[SamplingParams],
+    uniforms: SequenceOf[float],
+    best: Tensor | None = None,
+) -> list[int]:
+    """One token id for each row of `logits`, float [rows, vocab].
+
+    `uniforms` are used where a row is not greedy. best: int64 [rows], the likeliest token of each, where it is known.
+    """
+    tokens: list[int] = (logits.argmax(dim=-1) if best is None else best).tolist()
     for i, param in enumerate(params):
         if not param.greedy:
             weights = filtered(logits[i], param)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from paged.attention import AttentionMetadata, PagedAttention, reference, sdpa
+from paged.attention import AttentionMetadata, PagedAttention, cpu, reference, sdpa
+from paged.kernels import library
 
-BACKENDS: dict[str, PagedAttention] = {"reference": reference.paged_attention, "sdpa": sdpa.paged_attention}
+NATIVE = library()
+BACKENDS: dict[str, PagedAttention] = {
+    "reference": reference.paged_attention,
+    "sdpa": sdpa.paged_attention,
+    **{name: partial(cpu.paged_attention, instructions=name) for name in (NATIVE.sets if NATIVE else ())},
+}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value of the oracle's output
 
 PAGE_SIZES, GROUPS, HEAD_DIMS, KV_HEADS = [1, 4, 16, 64, 256], [1, 3, 4], [16, 64, 80], [1, 2, 3]

@@ -1,0 +1,230 @@
+"""Every native operation against its plain-torch reference, on every instruction set of this machine, odd sizes too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from paged import kernels as library
+from paged.attention import AttentionMetadata
+from worker.kernels import (
+    KV,
+    Activation,
+    Argmax,
+    Embed,
+    Frame,
+    Gather,
+    Linear,
+    Norm,
+    Operation,
+    Rotary,
+    reference,
+)
+from worker.kernels.native import Program, pack
+
+NATIVE = library.library()
+assert NATIVE is not None, library.why_not()
+SETS = NATIVE.sets
+FORMATS = list(library.FORMATS)
+TEAMS = {(name, threads): library.Team(threads, instructions=name) for name in SETS for threads in (1, 3)}
+
+
+def frame(tokens: int, sampled: list[int] | None = None, slots: Tensor | None = None) -> Frame:
+    none = torch.zeros(0, dtype=torch.int32)
+    meta = AttentionMetadata(none, none, none[None], torch.arange(tokens) if slots is None else slots)
+    rows = torch.tensor(list(range(tokens)) if sampled is None else sampled, dtype=torch.int64)
+    return Frame(torch.randint(0, 50, (tokens,)), torch.randint(0, 30, (tokens,)), [meta], rows)
+
+
+def compare(
+    make: Callable[[], tuple[Operation, Tensor]], it: Frame, tolerance: float, name: str, threads: int = 1
+) -> None:
+    """make: the operation, over fresh buffers, and the one of them that it writes."""
+    operation, found = make()
+    Program([operation], TEAMS[name, threads]).run(it)
+    operation, wanted = make()
+    reference.run([operation], it)
+    error = (found.double() - wanted.double()).abs().max().item() / max(1.0, wanted.double().abs().max().item())
+    assert error <= tolerance, f"{type(operation).__name__} on {name} is off by {error:.1e}"
+
+
+def random_linear(rng: random.Random, format_: str, name: str, threads: int) -> None:
+    n, k, rows = rng.choice([1, 7, 16, 33, 48, 100]), rng.choice([1, 3, 31, 32, 64, 97, 200]), rng.randint(1, 30)
+    weight, x, before = torch.randn(n, k), torch.randn(rows, k) * 3, torch.randn(rows, n)
+    matrix, add = pack(weight, format_, name), rng.random() < 0.5
+
+    def make() -> tuple[Operation, Tensor]:
+        out = before.clone()
+        return Linear(x, matrix, out, add), out
+
+    # With dot products of bfloat16 x is rounded to it too.
+    compare(make, frame(rows), 1e-2 if format_ == "bfloat16" and name == "avx512" else 1e-5, name, threads)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_linears_of_all_sizes_agree(format_: str, name: str) -> None:
+    torch.manual_seed(0)
+    for i in range(40):
+        random_linear(random.Random(i), format_, name, threads=1 + i % 2 * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_thousands_of_linears_agree(format_: str, name: str) -> None:
+    torch.manual_seed(1)
+    for i in range(2000):
+        random_linear(random.Random(i), format_, name, threads=1 + i % 2 * 2)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_row_of_a_linear_has_the_same_bits_whatever_is_beside_it(format_: str, name: str) -> None:
+    """In any number of rows, at any place among them, on any number of threads."""
+    torch.manual_seed(2)
+    x, matrix = torch.randn(37, 96), pack(torch.randn(80, 96), format_, name)
+
+    def run(rows: Tensor, threads: int) -> Tensor:
+        out = torch.empty(len(rows), 80)
+        Program([Linear(rows.contiguous(), matrix, out)], TEAMS[name, threads]).run(frame(len(rows)))
+        return out
+
+    whole = run(x, 1)
+    assert torch.equal(run(x, 3), whole)
+    for first, last in [(0, 1), (5, 7), (30, 33), (10, 14), (1, 6), (3, 9), (0, 7), (20, 28), (36, 37)]:
+        assert torch.equal(run(x[first:last], 3), whole[first:last]), (first, last)
+    order = torch.randperm(37)
+    assert torch.equal(run(x[order], 3), whole[order])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_packing_rounds_as_it_says_and_unpacks_to_that(name: str) -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(50, 70)
+    weight[3, :32] = 0.0
+    for format_ in ("float32", "bfloat16", "float16"):
+        assert torch.equal(reference.unpack(pack(weight, format_, name)), weight.to(getattr(torch, format_)).float())
+    # half a step of the scale of each group, and what rounding that to float16 adds
+    for format_, steps in (("int8", 127), ("int4", 7)):
+        padded = torch.nn.functional.pad(weight, (0, 26)).view(50, 3, 32)
+        most = padded.abs().amax(-1, keepdim=True).expand(50, 3, 32).flatten(1)[:, :70]
+        found = reference.unpack(pack(weight, format_, name))
+        assert ((found - weight).abs() <= most / steps * (0.51 if format_ == "int8" else 1.01)).all()
+        assert (found[3, :32] == 0).all()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_packs_the_same_bytes(name: str) -> None:
+    torch.manual_seed(4)
+    weight = torch.randn(33, 45)
+    for format_ in FORMATS:
+        assert torch.equal(pack(weight, format_, name).packed, pack(weight, format_, "baseline").packed)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("n", [1, 5, 16, 37, 576, 1000])
+def test_norms_agree(n: int, name: str) -> None:
+    torch.manual_seed(5)
+    x, weight, before = torch.randn(9, n) * 5, torch.randn(n), torch.randn(9, n)
+    x[4] = 0.0
+    for add in (False, True):
+
+        def make(add: bool = add) -> tuple[Operation, Tensor]:
+            out = before.clone()
+            return Norm(x, weight, out, 1e-6, add), out
+
+        compare(make, frame(9), 2e-6, name, threads=3)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (2, 1, 10), (4, 4, 36)])
+def test_rotation_and_writing_agree(
+    heads: int, kv_heads: int, dim: int, norms: bool, dtype: torch.dtype, name: str
+) -> None:
+    torch.manual_seed(6)
+    qkv = torch.randn(7, (heads + 2 * kv_heads) * dim)
+    angles = torch.rand(30, dim // 2) * 6
+    q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if norms else (None, None)
+    it = frame(7, slots=torch.tensor([9, 3, 30, 8, 31, 5, 12]))
+    for part in ("qkv", "k", "v"):
+
+        def make(part: str = part) -> tuple[Operation, Tensor]:
+            k, v = (torch.zeros(8, 4, kv_heads, dim, dtype=dtype) for _ in range(2))
+            own = qkv.clone()
+            rotary = Rotary(own, angles.cos(), angles.sin(), heads, KV(k, v, 0), q_norm, k_norm, 1e-6)
+            # keys in qkv are rotated by the one, and left alone by the other: only queries count there
+            return rotary, {"qkv": own[:, : heads * dim], "k": k, "v": v}[part]
+
+        compare(make, it, {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype], name, threads=3)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("n", [1, 13, 512, 1500])
+def test_activations_agree(n: int, name: str) -> None:
+    torch.manual_seed(7)
+    gate_up = torch.randn(5, 2 * n) * 8
+    gate_up[0, :n] = torch.linspace(-200, 200, n)
+    for function in ("silu", "gelu_tanh"):
+
+        def make(function: str = function) -> tuple[Operation, Tensor]:
+            out = torch.empty(5, n)
+            return Activation(gate_up, out, function), out  # type: ignore[arg-type]
+
+        compare(make, frame(5), 2e-6, name, threads=3)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rows_are_looked_up_and_gathered(name: str) -> None:
+    torch.manual_seed(8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        table = torch.randn(50, 37).to(dtype)
+
+        def embed(table: Tensor = table) -> tuple[Operation, Tensor]:
+            out = torch.empty(6, 37)
+            return Embed(table, out, 2.5), out
+
+        compare(embed, frame(6), 0.0, name)
+    x = torch.randn(6, 37)
+
+    def gather() -> tuple[Operation, Tensor]:
+        out = torch.zeros(3, 37)
+        return Gather(x, out), out
+
+    compare(gather, frame(6, sampled=[5, 0, 3]), 0.0, name)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("n", [1, 7, 16, 1001])
+def test_the_greatest_is_found_of_equals_the_first(n: int, name: str) -> None:
+    torch.manual_seed(9)
+    x = torch.randint(0, 20, (8, n)).float()
+    x[3] = float("-inf")
+    x[4, n // 2] = float("inf")
+
+    def make() -> tuple[Operation, Tensor]:
+        out = torch.zeros(8, dtype=torch.int64)
+        return Argmax(x, out), out
+
+    compare(make, frame(8), 0.0, name, threads=3)
+    x[5] = float("nan")  # no row may notice another's
+    operation, found = make()
+    Program([operation], TEAMS[name, 1]).run(frame(8))
+    assert 0 <= int(found[5]) < n
+    assert torch.equal(found[:5], x[:5].argmax(-1))
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    for format_ in FORMATS:
+        x = torch.randn(5, 64)
+        x[2, 7] = float("nan")
+        out = torch.empty(5, 16)
+        Program([Linear(x, pack(torch.randn(16, 64), format_), out)], TEAMS[SETS[-1], 1]).run(frame(5))
+        assert out[2].isnan().all()
+        assert not out[[0, 1, 3, 4]].isnan().any()

@@ -1,0 +1,134 @@
+"""A step of a model as a list of operations on float32 buffers, run natively or one by one in plain torch.
+
+Buffers are [rows, n] with room for the most tokens of a step; an operation works on the first rows, one for each token,
+or with `few` for each row that samples. A model says which operations it consists of (worker/models), `native.run`
+hands them to the team of threads, `reference.run` defines what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from paged.attention import AttentionMetadata
+
+Function = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What changes from step to step."""
+
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    metas: SequenceOf[AttentionMetadata]  # of each group of layers
+    sampled: Tensor  # [sampled] int64: rows of the flat axis
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """W [n, k] as a linear layer takes it; `packed` bytes in a format of `paged.kernels.FORMATS` (linear.inc)."""
+
+    packed: Tensor  # uint8
+    format: str
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """K and V of one layer, [pages, page_size, kv_heads, head_dim], and the group whose block tables lead there."""
+
+    k: Tensor
+    v: Tensor
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """out = table[token] * scale"""
+
+    table: Tensor  # [vocab, n] float32, bfloat16 or float16
+    out: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """out = x / sqrt(mean(x^2) + eps) * weight; with `add`, out += that"""
+
+    x: Tensor
+    weight: Tensor  # [n] float32
+    out: Tensor
+    eps: float
+    add: bool = False
+    few: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """out = x W^T; with `add`, out += that"""
+
+    x: Tensor
+    matrix: Matrix
+    out: Tensor
+    add: bool = False
+    few: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Norms (where there are any) and rotates queries in place; norms and rotates keys, writes them and values away."""
+
+    qkv: Tensor  # [tokens, (heads + 2 * kv_heads) * head_dim]
+    cos: Tensor  # [positions, head_dim / 2] float32
+    sin: Tensor
+    heads: int
+    kv: KV
+    q_norm: Tensor | None = None  # [head_dim] float32
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """out = attention of the queries at the beginning of each row of qkv"""
+
+    qkv: Tensor
+    out: Tensor  # [tokens, heads * head_dim]
+    heads: int
+    kv: KV
+    scale: float
+    window: int | None = None
+    soft_cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """out = f(gate) * up, gate and up being the halves of each row"""
+
+    gate_up: Tensor  # [tokens, 2 * n]
+    out: Tensor
+    function: Function
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The rows that sample."""
+
+    x: Tensor
+    out: Tensor  # [sampled, n]
+
+
+@dataclass(frozen=True, slots=True)
+class Argmax:
+    """The place of the greatest of each sampled row, of equals the first."""
+
+    x: Tensor  # [sampled, n]
+    out: Tensor  # [sampled] int64
+
+
+Operation = Embed | Norm | Linear | Rotary | Attention | Activation | Gather | Argmax

@@ -1,0 +1,149 @@
+"""Operations as the native library takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from paged import kernels as library
+from paged.attention.cpu import pages_of, sequences_of
+from worker import kernels
+from worker.kernels import Frame, Operation
+
+_pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_FUNCTIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+class _Embed(library.Operation):
+    _fields_ = (("table", _pointer), ("out", _pointer), ("n", _int64), ("format", _int32), ("scale", _float))
+
+
+class _Norm(library.Operation):
+    _fields_ = (
+        ("x", _pointer),
+        ("weight", _pointer),
+        ("out", _pointer),
+        ("n", _int64),
+        ("eps", _float),
+        ("add", _int32),
+    )
+
+
+class _Linear(library.Operation):
+    _fields_ = (
+        ("x", _pointer),
+        ("weight", _pointer),
+        ("out", _pointer),
+        ("n", _int64),
+        ("k", _int64),
+        ("format", _int32),
+        ("add", _int32),
+    )
+
+
+class _Rotary(library.Operation):
+    _fields_ = (
+        ("qkv", _pointer),
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("q_norm", _pointer),
+        ("k_norm", _pointer),
+        ("pages", library.Pages),
+        ("heads", _int64),
+        ("group", _int64),
+        ("eps", _float),
+    )
+
+
+class _Activation(library.Operation):
+    _fields_ = (("gate_up", _pointer), ("out", _pointer), ("n", _int64), ("function", _int32))
+
+
+class _Rows(library.Operation):  # Gather and Argmax
+    _fields_ = (("x", _pointer), ("out", _pointer), ("n", _int64))
+
+
+class Program:
+    """Operations, ready to be run by a team. Keeps every tensor that they point to."""
+
+    def __init__(self, operations: SequenceOf[Operation], team: library.Team) -> None:
+        self.operations = tuple(operations)
+        self._team = team
+        self._structures = [_structure(operation) for operation in operations]
+        self._pointers = library.pointers_to(self._structures)
+
+    def run(self, frame: Frame, seconds: Tensor | None = None) -> None:
+        """Run all. seconds: float64 [operations], to which the time of each is added."""
+        groups = [sequences_of(meta) for meta in frame.metas]
+        kept = [tensor for _, tensors in groups for tensor in tensors]
+        sequences = (library.Sequences * len(groups))(*(structure for structure, _ in groups))
+        slots = (_pointer * len(groups))(*(tensors[-1].data_ptr() for _, tensors in groups))
+        structure = library.Frame(
+            len(frame.token_ids),
+            frame.token_ids.data_ptr(),
+            frame.positions.data_ptr(),
+            len(frame.sampled),
+            frame.sampled.data_ptr(),
+            sequences,
+            slots,
+        )
+        self._team.run(self._pointers, structure, seconds=None if seconds is None else seconds.data_ptr())
+        del kept  # until here
+
+
+def pack(weight: Tensor, format_: str, instructions: str | None = None) -> kernels.Matrix:
+    """weight [n, k] of any float dtype, packed."""
+    found = library.library()
+    assert found is not None, library.why_not()
+    n, k = weight.shape
+    packed = torch.empty(found.packed_bytes(format_, n, k), dtype=torch.uint8)
+    wide = weight.float().contiguous()
+    found.pack(format_, wide.data_ptr(), n, k, packed.data_ptr(), instructions)
+    return kernels.Matrix(packed, format_, n, k)
+
+
+def _format(tensor: Tensor) -> int:
+    return library.FORMATS[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _structure(it: Operation) -> library.Operation:
+    match it:
+        case kernels.Embed():
+            n, format_ = it.table.shape[1], _format(it.table)
+            return _Embed(library.EMBED, 0, _address(it.table), _address(it.out), n, format_, it.scale)
+        case kernels.Norm():
+            x, weight, out = _address(it.x), _address(it.weight), _address(it.out)
+            return _Norm(library.NORM, it.few, x, weight, out, len(it.weight), it.eps, it.add)
+        case kernels.Linear():
+            x, out, matrix = _address(it.x), _address(it.out), it.matrix
+            assert (it.x.shape[1], it.out.shape[1]) == (matrix.k, matrix.n)
+            format_ = library.FORMATS[matrix.format]
+            packed = _address(matrix.packed)
+            return _Linear(library.LINEAR, it.few, x, packed, out, matrix.n, matrix.k, format_, it.add)
+        case kernels.Rotary():
+            pages, kv = pages_of(it.kv.k, it.kv.v), it.kv
+            cos, sin, q_norm, k_norm = map(_address, (it.cos, it.sin, it.q_norm, it.k_norm))
+            return _Rotary(
+                library.ROTARY, 0, _address(it.qkv), cos, sin, q_norm, k_norm, pages, it.heads, kv.group, it.eps
+            )
+        case kernels.Attention():
+            pages, q, out = pages_of(it.kv.k, it.kv.v), _address(it.qkv), _address(it.out)
+            stride, group, window = it.qkv.shape[1], it.kv.group, it.window or 0
+            return library.Attention(
+                library.ATTENTION, 0, q, out, stride, pages, it.heads, it.scale, it.soft_cap, group, window
+            )
+        case kernels.Activation():
+            gate_up, out, n = _address(it.gate_up), _address(it.out), it.out.shape[1]
+            return _Activation(library.ACTIVATION, 0, gate_up, out, n, _FUNCTIONS[it.function])
+        case kernels.Gather():
+            return _Rows(library.GATHER, 1, _address(it.x), _address(it.out), it.x.shape[1])
+        case kernels.Argmax():
+            return _Rows(library.ARGMAX, 1, _address(it.x), _address(it.out), it.x.shape[1])

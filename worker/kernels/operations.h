@@ -1,0 +1,116 @@
+// A step of a model as a list of operations on float32 buffers: what Python builds (worker/kernels/operations.py has the same
+// fields in the same order) and the team of threads goes through, with a barrier after each operation.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../../paged/kernels/attention.h"
+
+namespace paged {
+
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, ACTIVATION, GATHER, ARGMAX, WRITE };
+enum Function : int32_t { SILU = 0, GELU_TANH = 1 };
+
+// What changes from step to step.
+struct Frame {
+  int64_t tokens;
+  const int64_t* token_ids;    // [tokens]
+  const int64_t* positions;    // [tokens]
+  int64_t sampled;             // rows that the operations after GATHER have
+  const int64_t* sampled_rows; // [sampled] on the flat axis
+  const Sequences* groups;     // of each group of layers
+  const int64_t* const* slots; // of each group, [tokens]
+};
+
+// Every operation begins with its kind; `few` says that its rows are the sampled ones and not all tokens.
+struct Operation {
+  int32_t kind, few;
+};
+
+struct Embed : Operation {  // out [tokens, n] = table[token] * scale
+  const void* table;        // [vocabulary, n] in format
+  float* out;
+  int64_t n;
+  int32_t format;
+  float scale;
+};
+
+struct Norm : Operation {  // out = x / sqrt(mean(x^2) + eps) * weight; or out += that
+  const float* x;          // [rows, n]
+  const float* weight;     // [n]
+  float* out;              // [rows, n]
+  int64_t n;
+  float eps;
+  int32_t add;
+};
+
+struct Linear : Operation {  // out = x W^T; or out += that
+  const float* x;            // [rows, k]
+  const void* weight;        // W [n, k], packed (linear.inc)
+  float* out;                // [rows, n]
+  int64_t n, k;
+  int32_t format, add;
+};
+
+struct Rotary : Operation {  // rotates q in place; rotates k and writes it, and v, to the slots
+  float* qkv;                // [tokens, (heads + 2 * kv_heads) * head_dim]
+  const float* cos;          // [positions, head_dim / 2]
+  const float* sin;
+  const float* q_norm;  // [head_dim], or none
+  const float* k_norm;
+  Pages pages;
+  int64_t heads, group;
+  float eps;
+};
+
+struct Attention : Operation {
+  AttentionCall call;
+  int64_t group, window;
+};
+
+struct Activation : Operation {  // out = f(gate) * up
+  const float* gate_up;          // [rows, 2 * n]
+  float* out;                    // [rows, n]
+  int64_t n;
+  int32_t function;
+};
+
+struct Gather : Operation {  // the sampled rows
+  const float* x;            // [tokens, n]
+  float* out;                // [sampled, n]
+  int64_t n;
+};
+
+struct Argmax : Operation {  // of equals the first
+  const float* x;            // [rows, n]
+  int64_t* out;              // [rows]
+  int64_t n;
+};
+
+struct Write : Operation {  // k and v [tokens, kv_heads * head_dim] to the slots
+  const float* k;
+  const float* v;
+  Pages pages;
+  int64_t group;
+};
+
+// What the operations of one run share.
+struct Shared {
+  const Frame* frame;
+  std::vector<AttentionPlan> plans;  // of each group
+  AttentionRoom room;
+  std::vector<char> prepared;  // the rows of a linear, as its format takes them
+};
+
+struct Instructions {  // what one instruction set offers
+  const char* name;
+  void (*run)(const Operation* const* operations, int64_t count, Shared& shared, Counter* counters, double* seconds,
+              Worker& worker);
+  void (*pack)(Format format, const float* weight, int64_t n, int64_t k, void* packed);
+  int64_t (*prepared_bytes)(Format format, int64_t rows, int64_t k);
+};
+
+int64_t packed_bytes(Format format, int64_t n, int64_t k);
+
+}  // namespace paged
