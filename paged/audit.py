@@ -6,6 +6,7 @@ invariant, the page, and the sequences that hold it.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,12 +106,12 @@ class MemoryMap:
                 for n, fill in enumerate(fills)
             )
             frame = f'<rect x="{x}" y="{y}" width="{size}" height="{size}" fill="none" stroke="#777"/>'
-            parts.append(f"<g><title>{escape(title)}</title>{bars}{frame}</g>")
+            parts.append(f"<g><title>{_escaped(title)}</title>{bars}{frame}</g>")
         names = [*((owner, colours[owner]) for owner in owners), ("cached, free to be taken", "#bbb")]
         for n, (name, fill) in enumerate(names):
             y = legend + n * 18
             parts.append(f'<rect x="8" y="{y}" width="12" height="12" fill="{fill}"/>')
-            parts.append(f'<text x="26" y="{y + 11}">{escape(name)}</text>')
+            parts.append(f'<text x="26" y="{y + 11}">{_escaped(name)}</text>')
         return "".join([*parts, "</svg>"])
 
 
@@ -236,6 +237,11 @@ def _owner(holder: Holder) -> str:
     if holder.seq_id is None:
         return "moves"
     return f"{holder.label} (sequence {holder.seq_id})" if holder.label else f"sequence {holder.seq_id}"
+
+
+def _escaped(text: str) -> str:
+    """As XML takes it, which knows no control characters and no halves of surrogate pairs."""
+    return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text))
 
 
 def _mark(use: PageUse) -> str:

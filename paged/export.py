@@ -53,16 +53,22 @@ def slots(
 ) -> npt.NDArray[np.int64]:
     """The slots of positions starts[i] to stops[i] - 1 of each sequence, one after another, int64 [tokens].
 
-    Raises PageStateError for an unknown sequence, IndexError for positions without a page.
+    Raises PageStateError for an unknown sequence, IndexError for positions without a page, or whose page has left the
+    window.
     """
     parts = [
         manager.table(seq_id, group).slots(int(start), int(stop))
         for seq_id, start, stop in zip(seq_ids, starts, stops, strict=True)
     ]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    result = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    if (result < manager.page_size).any():  # the null page
+        raise IndexError(f"positions {list(starts)} to {list(stops)} of {list(seq_ids)} are not all in the window")
+    return result
 
 
 def _page_counts(manager: KVCacheManager, seq_ids: SequenceOf[int], seq_lens: Lengths) -> npt.NDArray[np.int64]:
+    if len(seq_lens) and np.asarray(seq_lens).dtype.kind not in "iu":
+        raise TypeError(f"lengths are whole numbers of 64 bits, not {seq_lens!r:.80}")
     lengths = np.asarray(seq_lens, dtype=np.int64)
     room = np.array([manager.room(seq_id) for seq_id in seq_ids], dtype=np.int64)
     if lengths.shape != room.shape or (lengths < 0).any() or (lengths > room).any():

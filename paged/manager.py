@@ -27,6 +27,7 @@ Invariants, which `check()` proves from scratch, besides those of the parts:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -36,7 +37,7 @@ import numpy.typing as npt
 from paged import audit
 from paged.allocator import NULL_PAGE, BlockAllocator
 from paged.block_table import BlockTable, TableStore, Windows, first_page, pages_for
-from paged.errors import PageStateError
+from paged.errors import OutOfPages, PageStateError
 from paged.pages import Mark, Move, Pages
 from paged.prefix_cache import DEFAULT, Entry, PrefixCache, Tokens, as_tokens
 
@@ -76,9 +77,10 @@ class KVCacheManager:
         windows: Windows = (None,),
         poison: bool | None = None,
     ) -> None:
+        page_size = operator.index(page_size)
         if not 1 <= page_size <= 256 or page_size & (page_size - 1):
             raise ValueError(f"page_size must be a power of two from 1 to 256, not {page_size}")
-        if not windows or any(window is not None and window < 1 for window in windows):
+        if not windows or any(window is not None and (type(window) is not int or window < 1) for window in windows):
             raise ValueError(f"windows must hold None or a number of at least 1 for each group, not {windows}")
         self.page_size = page_size
         self._shift = page_size.bit_length() - 1  # tokens >> shift are full pages
@@ -118,11 +120,13 @@ class KVCacheManager:
     def table(self, seq_id: int, group: int = 0) -> BlockTable:
         """The sequence's block table in a group, as it is now."""
         row = self._get(seq_id).row
+        self._check_group(group)
         return BlockTable(self.page_size, self._store.pages[group, row, : self._store.num_pages[row]])
 
     def tables(self, seq_ids: SequenceOf[int], group: int = 0) -> npt.NDArray[np.int32]:
         """The block tables of several sequences, int32 [seqs, most pages], padded with the null page."""
         rows = self._rows(seq_ids)
+        self._check_group(group)
         width = int(self._store.num_pages[rows].max(initial=0))
         return self._store.pages[group, :, :width].take(rows, axis=0)
 
@@ -175,7 +179,7 @@ class KVCacheManager:
         """
         if seq_id in self._held:
             raise PageStateError(f"sequence {seq_id} has pages already")
-        tokens = as_tokens(tokens)
+        tokens, num_new, room, spare = as_tokens(tokens), _count(num_new), _count(room), _count(spare)
         chain = self._match(tokens, namespace)
         cached = len(chain) * self.page_size
         shared = [
@@ -203,7 +207,7 @@ class KVCacheManager:
 
         If the page that is written first is another's too, the table gets a copy of it, by a move. Raises OutOfPages.
         """
-        held = self._get(seq_id)
+        held, num_tokens = self._get(seq_id), _count(num_tokens)
         store, row = self._store, held.row
         new = pages_for(num_tokens, self.page_size) - int(store.num_pages[row])
         writes_frozen = store.frozen[row] and num_tokens > store.num_computed[row]
@@ -215,7 +219,11 @@ class KVCacheManager:
 
     def extend_all(self, seq_ids: SequenceOf[int], num_tokens: npt.NDArray[np.int64]) -> None:
         """`extend` for many sequences, num_tokens int64 [seqs], at once: of them all, or with OutOfPages of none."""
+        seq_ids = list(seq_ids)
         store, rows = self._store, self._rows(seq_ids, num_tokens)
+        most = int(num_tokens.max(initial=0))
+        if most > self.num_usable * self.page_size:  # before sums of such numbers wrap
+            raise OutOfPages(pages_for(most, self.page_size), self.num_available, self.num_usable)
         new = ((num_tokens + self.page_size - 1) >> self._shift) - store.num_pages[rows]
         frozen = store.frozen[rows]
         if not frozen.any():
@@ -241,7 +249,7 @@ class KVCacheManager:
         Raises PageStateError for fewer tokens than before, for more than there are or is room for, and where the page
         that was written may be another's, as nobody has called `extend`.
         """
-        held, tokens = self._get(seq_id), as_tokens(tokens)
+        held, tokens, num_computed = self._get(seq_id), as_tokens(tokens), _count(num_computed)
         before = int(self._store.num_computed[held.row])
         room = int(self._store.num_pages[held.row]) * self.page_size
         if not before <= num_computed <= min(room, len(tokens)):
@@ -258,7 +266,13 @@ class KVCacheManager:
     def commit_all(
         self, seq_ids: SequenceOf[int], tokens: SequenceOf[Tokens], num_computed: npt.NDArray[np.int64]
     ) -> None:
-        """`commit` for many sequences at once, num_computed int64 [seqs]; if it raises, none is changed."""
+        """`commit` for many sequences at once, num_computed int64 [seqs]; if it raises, none is changed.
+
+        Tokens are looked at, and checked, only of sequences with pages that become full or leave a window.
+        """
+        seq_ids = list(seq_ids)
+        if len(tokens) != len(seq_ids):
+            raise TypeError(f"{len(seq_ids)} sequences need as many arrays of tokens, not {len(tokens)}")
         store, rows, size, shift = self._store, self._rows(seq_ids, num_computed), self.page_size, self._shift
         before = store.num_computed[rows]
         wrong = (num_computed < before) | (num_computed > store.num_pages[rows] << shift)
@@ -314,7 +328,7 @@ class KVCacheManager:
         many as the cache still has, in full pages. What was published stays in the cache. A worker that knows the
         sequence needs its whole state again. Raises PageStateError for more tokens than are computed.
         """
-        held = self._get(seq_id)
+        held, num_tokens = self._get(seq_id), _count(num_tokens)
         store, row, size = self._store, held.row, self.page_size
         computed = int(store.num_computed[row])
         if not 0 <= num_tokens <= computed:
@@ -362,7 +376,12 @@ class KVCacheManager:
         self._pages.confirm_moves(moves)
 
     def pin(self, tokens: Tokens, until: float, namespace: bytes = DEFAULT) -> int:
-        """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time. Its tokens."""
+        """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time. Its tokens.
+
+        Raises ValueError for a time that is not a number.
+        """
+        if until != until:
+            raise ValueError(f"until must be a time, not {until}")
         chain = self._match(as_tokens(tokens), namespace)
         self.prefix_cache.pin(chain, until)
         return len(chain) * self.page_size
@@ -527,7 +546,13 @@ class KVCacheManager:
                 raise PageStateError(f"a sequence is named twice: {seq_ids}")
         return rows
 
+    def _check_group(self, group: int) -> None:
+        if not 0 <= group < len(self.windows):
+            raise ValueError(f"group {group} is not one of 0 to {len(self.windows) - 1}")
+
     def _match(self, tokens: Tokens, namespace: bytes) -> list[Entry]:
+        if not isinstance(namespace, bytes):
+            raise TypeError(f"a namespace is bytes, as namespace() makes them, not {type(namespace).__name__}")
         return self.prefix_cache.match(tokens, namespace) if self.enable_prefix_caching else []
 
     def _get(self, seq_id: int) -> _Held:
@@ -535,3 +560,11 @@ class KVCacheManager:
         if held is None:
             raise PageStateError(f"sequence {seq_id} has no pages")
         return held
+
+
+def _count(number: int) -> int:
+    """As a Python int, which never wraps. Raises TypeError for what is no whole number, ValueError below 0."""
+    result = operator.index(number)
+    if result < 0:
+        raise ValueError(f"a number of tokens or pages must not be negative, and is {result}")
+    return result

@@ -45,7 +45,8 @@ def namespace(salt: str | int | None = None, adapter: str | int | None = None, w
 
     The encoding is unambiguous: -1, "-1", 1, "1" and True are five different salts.
     """
-    return json.dumps([salt, adapter, weights]).encode()
+    # Escapes would make half a surrogate pair, and another, what the whole character is.
+    return json.dumps([salt, adapter, weights], ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 DEFAULT = namespace()
@@ -198,8 +199,8 @@ class PrefixCache:
 
         tokens: int32 [page_size], all computed; pages: of each group, the null page where it has left the window.
         Returns the pages where this content is cached now, in some group perhaps another than the one given: that one
-        is to take its place. None, and nothing happens, where an ancestor was forgotten or a digest collides: then no
-        prompt can find the page.
+        is to take its place. None, and nothing happens, where an ancestor was forgotten, a digest collides, or there is
+        no page: then no prompt can find it.
         """
         parent = chain[-1] if chain else self._root(namespace)
         if not parent.live:
@@ -208,6 +209,8 @@ class PrefixCache:
         digest = self._digest(parent.digest, chunk)
         entry = self._entries.get(digest)
         if entry is None:
+            if not any(pages):
+                return None  # they have left their windows: nothing to be found
             entry = self._entries[digest] = Entry(digest, chunk, parent, pages)
             if parent.parent is None:
                 self._roots[namespace] = parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from typing import Any
 
 from paged.errors import ConfigError
@@ -72,14 +73,21 @@ class EngineConfig:
 
 def parse_memory(value: str | int) -> int | float:
     """`kv_memory`: bytes as an int, from a number with or without a unit (`512MiB`), or a share as a float (`30%`)."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", str(value))
+    text = value if isinstance(value, str) else format(value, "d") if type(value) is int and value < 2**63 else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text, re.ASCII)
     unit = match[2].upper() if match else "?"
     if match is None or (unit != "%" and unit not in _UNITS):
-        raise ConfigError(f"kv_memory {value!r} is not understood: give bytes as 2GiB or 512MiB, or a share as 30%")
-    amount = float(match[1])
-    if amount <= 0 or (unit == "%" and amount > 100):
-        raise ConfigError(f"kv_memory must be more than nothing and at most 100%, not {value!r}")
-    return amount / 100 if unit == "%" else int(amount * _UNITS[unit])
+        given = repr(text)[:80] if text else type(value).__name__
+        raise ConfigError(f"kv_memory {given} is not understood: give bytes as 2GiB or 512MiB, or a share as 30%")
+    amount = Decimal(match[1]) * _UNITS.get(unit, 1)
+    if unit == "%" and 0 < amount <= 100:
+        return float(amount) / 100
+    if unit == "%" or not 1 <= amount < 2**63:
+        raise ConfigError(
+            f"kv_memory must be at least a byte, or a share of more than nothing and at most 100%, not {value!r:.80}: "
+            "give 2GiB, 512MiB or 30%"
+        )
+    return int(amount)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:

@@ -57,10 +57,16 @@ class Engine:
         # Of each streaming request and sequence: tokens that were given out, None once its end was.
         self._streams: dict[str, dict[int, int | None]] = {}
         self._ready: list[RequestOutput] = []  # that no step has returned yet
+        self._changed: list[Family] = []  # whose outputs are to be made
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether a step would have something to do, or to return."""
+        return self.scheduler.has_work or bool(self._ready or self._changed)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return self.scheduler.is_live(request_id)
 
     @property
     def stats(self) -> EngineStats:
@@ -114,8 +120,9 @@ class Engine:
     ) -> Request:
         """The request with every default filled in; checks all that `add` checks but the id, and queues nothing."""
         tokens = self._checked(prompt_token_ids)
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise RequestError(f"cache_salt must be a string that is not empty, not {cache_salt!r:.80}", "cache_salt")
+        _check_salt(cache_salt)
+        if not isinstance(params, (SamplingParams, BeamSearchParams)):
+            raise RequestError(f"params must be SamplingParams, not {params!r:.80}")
         beams = params if isinstance(params, BeamSearchParams) else None
         sampling = params if isinstance(params, SamplingParams) else _greedy(params)
         if sampling.stop_strings and self.tokenizer is None:
@@ -136,7 +143,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that ended in it, and what is new of those that stream.
 
-        If the worker raises, so does this: the step counts for nothing, every request goes on with the next one. Ctrl-C
+        If the worker raises, so does this: the step counts for nothing, every request goes on with the next one. What a
+        tokenizer raises is raised too, and ends only the request whose text it was. Ctrl-C
         while the worker runs is such a case; it waits while tables and queues are changed, and what a step has given
         that was not returned, the next one returns.
         """
@@ -149,13 +157,17 @@ class Engine:
                 self.executor.submit(step)
                 result = self.executor.result()
                 with _uninterrupted():
-                    for family in scheduler.update(result):
+                    self._changed += scheduler.update(result)
+                    while self._changed:  # one by one: if an output cannot be made, the others are there
+                        family = self._changed.pop(0)
                         if family.state is State.FINISHED or family.request.request_id in self._streams:
                             self._ready.append(self._output(family))
         except BaseException:
             with _uninterrupted():
                 scheduler.fail()
             raise
+        if scheduler.faults:
+            raise scheduler.faults.pop(0)
         outputs, self._ready = self._ready, []
         return outputs
 
@@ -167,6 +179,7 @@ class Engine:
 
     def pin(self, prompt_token_ids: SequenceOf[int], seconds: float, cache_salt: str | None = None) -> int:
         """Keep what is cached of a prompt for so long, if anything else can be given up instead. Its tokens."""
+        _check_salt(cache_salt)
         tokens = np.append(self._checked(prompt_token_ids), np.int32(0))  # the last token is never matched
         return self.scheduler.manager.pin(tokens, time.monotonic() + seconds, self.scheduler.namespace(cache_salt))
 
@@ -190,6 +203,9 @@ class Engine:
         self.executor.close()
 
     def _checked(self, prompt_token_ids: SequenceOf[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        array = isinstance(prompt_token_ids, np.ndarray) and prompt_token_ids.ndim == 1
+        if not array and not isinstance(prompt_token_ids, (list, tuple)):
+            raise RequestError(f"a prompt must be a list of token ids, not {prompt_token_ids!r:.80}", "prompt")
         for token in prompt_token_ids:
             if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
                 raise RequestError(f"token ids must be whole numbers, not {token!r:.80}", "prompt")
@@ -250,6 +266,11 @@ class Engine:
 
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+
+def _check_salt(cache_salt: object) -> None:
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise RequestError(f"cache_salt must be a string that is not empty, not {cache_salt!r:.80}", "cache_salt")
 
 
 def _greedy(beams: BeamSearchParams) -> SamplingParams:

@@ -82,6 +82,7 @@ def run_job(
 class _Pending:
     """A line whose answer is being computed."""
 
+    record_id: str
     custom_id: str
     chat: bool
     params: SamplingParams
@@ -106,7 +107,7 @@ class _Job:
                     self.accept(*line)
                 if not self.pending:
                     return self.progress
-                for output in engine.step():
+                for output in self.llm.collect(self.pending):
                     self.answer(output)
                 self.progress.seconds = time.perf_counter() - start
                 on_progress(self.progress)
@@ -117,16 +118,16 @@ class _Job:
 
     def accept(self, number: int, raw: bytes) -> None:
         """Queue the request of a line, or write its error record."""
-        request_id, custom_id = f"line-{number}", None
+        record_id, custom_id = f"line-{number}", None
         try:
             line = _object(raw)
             given = line.get("custom_id")
             custom_id = given if isinstance(given, str) else None
-            self.queue(request_id, self.checked_id(given, number), line)
+            self.queue(record_id, self.checked_id(given, number), line)
         except RequestError as error:
             self.progress.failed += 1
             body = openai.error_body(f"line {number}: {error}", error.param)
-            self.write(custom_id, 400, request_id, body)
+            self.write(custom_id, 400, record_id, body)
 
     def checked_id(self, custom_id: object, number: int) -> str:
         if not isinstance(custom_id, str) or not custom_id:
@@ -136,7 +137,7 @@ class _Job:
             raise RequestError(f"custom_id {custom_id!r:.80} is that of line {first} already", "custom_id")
         return custom_id
 
-    def queue(self, request_id: str, custom_id: str, line: dict[str, Any]) -> None:
+    def queue(self, record_id: str, custom_id: str, line: dict[str, Any]) -> None:
         if line.get("method") != "POST":
             raise RequestError(f"method must be POST, not {line.get('method')!r:.80}", "method")
         url, body = line.get("url"), line.get("body")
@@ -149,18 +150,17 @@ class _Job:
             raise RequestError(f"model {body['model']!r:.80} is not the one of this job, {name!r}", "model")
         params = openai.sampling_params(body, chat)
         text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
-        self.llm.engine.add(request_id, tokens, params, prompt=text, chat=chat)
-        self.pending[request_id] = _Pending(custom_id, chat, params)
+        engine_id = self.llm.new_id()
+        self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat)
+        self.pending[engine_id] = _Pending(record_id, custom_id, chat, params)
 
     def answer(self, output: RequestOutput) -> None:
-        one = self.pending.pop(output.request_id, None)
-        if one is None:
-            return  # somebody else's request on the same engine
+        one = self.pending.pop(output.request_id)
         self.progress.ok += 1
         self.progress.prompt_tokens += len(output.prompt_token_ids)
         self.progress.output_tokens += output.num_output_tokens
         body = openai.answer_body(output, one.params, one.chat, self.llm.model_name, self.llm.tokenizer)
-        self.write(one.custom_id, 200, output.request_id, body)
+        self.write(one.custom_id, 200, one.record_id, body)
 
     def write(self, custom_id: str | None, status: int, request_id: str, body: dict[str, Any]) -> None:
         self.records += 1

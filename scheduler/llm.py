@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -268,11 +268,15 @@ class LLM:
 
     def _requests(self, prompts: Any, sampling_params: Params | BeamSearchParams, chat: bool) -> list[Request]:
         """Every prompt tokenised and checked, before the first is queued."""
+        if not isinstance(prompts, (str, Mapping, SequenceOf, np.ndarray)):
+            raise RequestError(f"prompts must be a prompt or a list of prompts, not {prompts!r:.80}")
         items = [prompts] if _is_one(prompts, chat) else list(prompts)
         params: list[SamplingParams | BeamSearchParams]
         if isinstance(sampling_params, (SamplingParams, BeamSearchParams)) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(items)
         else:
+            if not isinstance(sampling_params, (list, tuple)):
+                raise RequestError(f"sampling_params must be SamplingParams, or a list, not {sampling_params!r:.80}")
             params = list(sampling_params)
         if len(params) != len(items):
             raise RequestError(f"{len(items)} prompts and {len(params)} sampling_params: give one, or one for each")
@@ -309,6 +313,28 @@ class LLM:
                 "prompt",
             )
 
+    def collect(self, request_ids: Collection[str]) -> list[RequestOutput]:
+        """What is new of these requests, which came in through `engine.add` or `queue`: runs a step if nothing is here.
+
+        Every caller gets its own, however many take turns. Raises RequestError for a request that has ended and whose
+        output somebody else has taken, from `Engine.abort` or `Engine.step`.
+        """
+        if not any(one in request_ids for one in self._mail):
+            for output in self.engine.step():
+                self._mail.setdefault(output.request_id, []).append(output)
+        found = [output for one in list(self._mail) if one in request_ids for output in self._mail.pop(one)]
+        gone = [one for one in request_ids if not self.engine.is_live(one)] if not found else []
+        if gone:
+            raise RequestError(
+                f"{len(gone)} of {len(request_ids)} requests have ended, and somebody else took their outputs: they "
+                "were aborted, the engine was closed, or its steps were run by hand"
+            )
+        return found
+
+    def new_id(self) -> str:
+        """A request id that nobody has here."""
+        return f"llm-{next(self._ids)}"
+
     def _in_order(self, wanted: list[Request]) -> list[RequestOutput]:
         return sorted(self._run(wanted), key=lambda output: int(output.request_id))
 
@@ -317,18 +343,13 @@ class LLM:
         numbers: dict[str, int] = {}
         try:
             for i, request in enumerate(wanted):
-                request_id = f"llm-{next(self._ids)}"
+                request_id = self.new_id()
                 self.engine.queue(replace(request, request_id=request_id), stream)
                 numbers[request_id] = i
             while numbers:
-                mine = [request_id for request_id in numbers if request_id in self._mail]
-                if not mine:
-                    for output in self.engine.step():  # of other iterators over this engine too
-                        self._mail.setdefault(output.request_id, []).append(output)
-                for request_id in mine:
-                    for output in self._mail.pop(request_id):
-                        number = numbers.pop(request_id) if output.finished else numbers[request_id]
-                        yield replace(output, request_id=str(number))
+                for output in self.collect(numbers):
+                    number = numbers.pop(output.request_id) if output.finished else numbers[output.request_id]
+                    yield replace(output, request_id=str(number))
         finally:
             for request_id in numbers:
                 self.engine.abort(request_id)

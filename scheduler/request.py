@@ -144,7 +144,6 @@ class Sequence:
         self._tokens[self.num_tokens : end] = token_ids
         self.num_tokens = end
 
-
     def branch(self, seq_id: int) -> Sequence:
         """Another one with the same tokens, as far computed."""
         copy = Sequence(seq_id, self.request, None)

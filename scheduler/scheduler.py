@@ -45,10 +45,14 @@ class Scheduler:
         self._forget: list[int] = []  # sequences that the worker is to forget
         self._under_way: Step | None = None
         self._restart = True
+        self.faults: list[Exception] = []  # in the texts of families that were ended for it; for the caller to take
 
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._live
 
     def live_ids(self) -> list[str]:
         """Ids of the requests that have not ended, in order of arrival."""
@@ -116,7 +120,11 @@ class Scheduler:
         return step
 
     def update(self, result: StepResult) -> list[Family]:
-        """Take in what a step gave. Returns the families that have a new token or have ended."""
+        """Take in what a step gave. Returns the families that have a new token or have ended.
+
+        If the text of a family cannot be made of its tokens, that one ends as aborted, without text, and what was
+        raised is put in `faults`.
+        """
         step, self._under_way = self._under_way, None
         assert step is not None, "no step is under way"
         assert step.number == result.number, f"result {result.number} came for step {step.number}"
@@ -128,12 +136,22 @@ class Scheduler:
             if family is None or sequence is None:
                 continue  # aborted while the step was under way
             self._computed(family, sequence, row.num_tokens)
-            if family.search is None and self._take(family, sequence, result, sampled.get(row.seq_id)):
+            try:
+                if family.search is None:
+                    new = self._take(family, sequence, result, sampled.get(row.seq_id))
+                elif row.samples and sequence is family.sequences[-1]:  # the beams' last row
+                    self._search(family, [result.logprobs[sampled[beam.seq_id]] for beam in family.sequences])
+                    new = family.state is State.FINISHED
+                else:
+                    new = False
+            except Exception as error:  # noqa: BLE001  whatever a tokenizer raises; Engine.step raises it again
+                self.faults.append(error)
+                for other in family.sequences:
+                    other.text = None
+                self.abort(family.request.request_id)
+                new = True
+            if new:
                 changed[family] = None
-            elif family.search is not None and row.samples and sequence is family.sequences[-1]:  # the beams' last row
-                self._search(family, [result.logprobs[sampled[beam.seq_id]] for beam in family.sequences])
-                if family.state is State.FINISHED:
-                    changed[family] = None
         return list(changed)
 
     def fail(self) -> None:

@@ -84,7 +84,8 @@ def test_batch_with_lines_that_were_refused_ends_with_three(smollm2: Checkpoint,
 def test_info_says_what_would_be_used_and_downloads_nothing(tmp_path: Path) -> None:
     done = paged("info", "--kv-memory", "512MiB", "--dtype", "float32", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    for text in ("float32 (as set)", "sdpa (", "threads", "not here yet", "46,080", "727 pages and the null page"):
+    native = "native (native kernels, "
+    for text in ("float32 (as set)", native, "threads", "not here yet", "46,080", "727 pages and the null page"):
         assert text in done.stdout
     assert list(tmp_path.iterdir()) == []
 

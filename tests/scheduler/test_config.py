@@ -26,7 +26,7 @@ from scheduler.config import parse_memory
     ],
 )
 def test_an_unknown_setting_names_the_nearest_or_all(name: str, nearest: str | None) -> None:
-    hint = f"did you mean {nearest}" if nearest else "known: model, dtype, kv_memory"
+    hint = f"did you mean {nearest}" if nearest else "known: model, dtype, quantization, kv_memory"
     with pytest.raises(ConfigError, match=f"unknown setting {name}: {hint}"):
         EngineConfig.from_settings(**{name: 1})
 
@@ -45,7 +45,8 @@ def test_an_unknown_setting_names_the_nearest_or_all(name: str, nearest: str | N
         ("max_num_batched_tokens", [0, -1, 4.0]),
         ("threads", [0, -2, "2", math.nan]),
         ("seed", [1.0, "1", True]),
-        ("kv_memory", ["", "lots", None, 0, -1, "0%", "120%", "5 apples", "30 percent", "GiB", "1e9", math.nan]),
+        ("kv_memory", ["", "lots", None, 0, -1, "0%", "120%", "5 apples", "30 percent", "GiB", "1e9", math.nan, True]),
+        ("kv_memory", ["0.1B", "0.3", 0.3, "9" * 400 + "GiB", 10**400, 10**5000]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(name: str, values: list[Any]) -> None:

@@ -222,3 +222,52 @@ def test_ctrl_c_at_any_line_leaves_everything_sound_and_loses_no_answer() -> Non
         found, _, struck = load(strike_at)
         assert struck
         assert found == expected, f"line event {strike_at}"
+
+
+class FailingTokenizer:
+    """Raises when text is made for the n-th time."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("no text")
+        return " ".join(map(str, token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+
+@pytest.mark.parametrize("n", range(1, 16))
+def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int) -> None:
+    """S2, S4: every request ends once, the others with the tokens they have alone; the fault itself is raised."""
+    params = {"a": greedy(1), "b": greedy(4), "c": greedy(5)}
+    prompts = {"a": [1, 2], "b": [5, 6], "c": [7]}
+
+    def answers(tokenizer: FailingTokenizer) -> tuple[dict[str, RequestOutput], int]:
+        engine, _ = fake_engine(40, 4, tokenizer=cast(Any, tokenizer))
+        for name, prompt in prompts.items():
+            engine.add(name, prompt, params[name])
+        found: list[RequestOutput] = []
+        raised = 0
+        for _ in range(20):
+            try:
+                found += engine.step()
+            except RuntimeError:
+                raised += 1
+            engine.scheduler.check()
+        assert not engine.has_work
+        assert idle(engine.scheduler.manager)
+        assert sorted(output.request_id for output in found) == ["a", "b", "c"]
+        return {output.request_id: output for output in found}, raised
+
+    wanted, _ = answers(FailingTokenizer(0))
+    found, raised = answers(FailingTokenizer(n))
+    ended = [name for name, output in found.items() if output.outputs[0].finish_reason == "abort"]
+    assert len(ended) == raised <= 1
+    for name in found.keys() - set(ended):
+        assert tokens(found[name]) == tokens(wanted[name])

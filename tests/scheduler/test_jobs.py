@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paged import LLM, ConfigError, SamplingParams
+from paged import LLM, ConfigError, RequestError, SamplingParams
 from scheduler import openai
 from scheduler.jobs import JobProgress, check_paths, run_job
 from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
@@ -284,3 +285,64 @@ def test_the_examples_are_sixty_four_good_requests(llm: LLM) -> None:
         params = openai.sampling_params(body, is_chat)
         _, tokens = llm.tokens(body["messages"] if is_chat else openai.completion_prompt(body), is_chat)
         llm.engine.resolve("", tokens, params, chat=is_chat)
+
+
+def test_a_job_and_other_users_of_the_engine_get_their_own_outputs(llm: LLM, tmp_path: Path) -> None:
+    """A job in the middle of a stream, and an answer asked for in a job's progress: nothing is swallowed (J1)."""
+    prompt, greedy = "Water boils at", SamplingParams(temperature=0, max_tokens=4)
+    (alone,) = llm.generate(prompt, greedy)
+    stream = llm.stream(prompt, greedy)
+    parts = [next(stream)]
+    records, _ = run_beside(llm, tmp_path, [line("a"), line("b")], lambda: parts.append(next(stream)))
+    parts += list(stream)
+    assert "".join(part.outputs[0].text for part in parts) == alone.outputs[0].text
+    assert status(records) == [200, 200]
+    answers: list[RequestOutput] = []
+    records, _ = run_beside(llm, tmp_path, [line("a"), line("b")], lambda: answers.extend(llm.generate(prompt, greedy)))
+    assert status(records) == [200, 200]
+    assert {answer.outputs[0].text for answer in answers} == {alone.outputs[0].text}
+
+
+def run_beside(
+    llm: LLM, folder: Path, lines: list[Any], other: Callable[[], object]
+) -> tuple[Records, JobProgress]:
+    """A job in whose progress, the first time, something else is done on the same engine; and another job too."""
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    calls = 0
+
+    def on_progress(progress: JobProgress) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            other()
+            run_job(llm, folder / "in.jsonl", folder / "inner.jsonl", overwrite=True)
+
+    progress = run_job(llm, folder / "in.jsonl", folder / "out.jsonl", overwrite=True, on_progress=on_progress)
+    inner = (folder / "inner.jsonl").read_text().splitlines()
+    assert len(inner) == len(lines)
+    return [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()], progress
+
+
+@pytest.mark.parametrize("how", ["abort", "step"])
+def test_an_iterator_whose_request_was_ended_by_somebody_else_says_so(llm: LLM, how: str) -> None:
+    """It must not wait for an output that will never come."""
+    stream = llm.stream("Water boils at", SamplingParams(temperature=0, max_tokens=8))
+    next(stream)
+    if how == "abort":
+        (request_id,) = llm.engine.scheduler.live_ids()
+        llm.engine.abort(request_id)
+    else:
+        while llm.engine.has_work:
+            llm.engine.step()
+    with pytest.raises(RequestError, match="somebody else took their outputs"):
+        list(stream)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, {1, 2}])
+def test_prompts_of_no_kind_that_is_known_are_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate(prompts)
+    with pytest.raises(RequestError, match="sampling_params"):
+        llm.generate("x", 5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate(["x"], [None])  # type: ignore[list-item]

@@ -11,6 +11,7 @@ from paged import ConfigError, EngineConfig, KVLayout
 from paged.sizing import Memory
 from scheduler import llm
 from scheduler.llm import Plan, plan
+from worker import device
 from worker.checkpoints import BUILTIN
 from worker.model_config import ModelConfig
 
@@ -21,7 +22,7 @@ PAGE = 16 * 46_080
 
 
 def planned(model: ModelConfig = MODEL, **settings: Any) -> Plan:
-    return plan(EngineConfig(**{"dtype": "float32", "device": "cpu"} | settings), model)
+    return plan(EngineConfig(**{"dtype": "float32", "device": "cpu", "attention_backend": "sdpa"} | settings), model)
 
 
 @pytest.fixture
@@ -123,3 +124,38 @@ def test_cuda_goes_by_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "host_memory", lambda: pytest.fail("the host does not count"))
     assert planned(kv_memory="30%").kv_bytes == int(0.3 * 80 * GIB) - 2 * GIB
     assert planned(kv_memory="90%").kv_bytes == 30 * GIB - WEIGHTS
+
+
+def test_native_kernels_hold_the_head_beside_the_embedding_and_quantized_ones_less(memory: Memory) -> None:
+    matrices, embedding = MODEL.num_parameters - 49_152 * 576, 49_152 * 576
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({}, 4 * (matrices + 2 * embedding)),
+        ({"dtype": "bfloat16"}, 2 * (matrices + 2 * embedding)),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 2 * embedding + 1.0625 * (matrices + embedding)),
+        ({"dtype": "bfloat16", "quantization": "int4"}, 2 * embedding + 0.5625 * matrices + 1.0625 * embedding),
+    ]
+    for settings, weights in cases:
+        found = planned(kv_memory="100%", attention_backend="native", **settings)
+        assert found.kv_bytes == min(memory.basis - memory.own, memory.available - int(weights))
+
+
+def test_a_quantization_without_native_kernels_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quantization int8 needs the native kernels, .* attention_backend is sdpa"):
+        planned(quantization="int8")
+
+
+def test_without_the_library_pytorch_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "library", lambda: None)
+    monkeypatch.setattr(device, "why_not", lambda: "there is no C++ compiler")
+    found = planned(attention_backend="auto")
+    assert (found.backend, found.backend_reason) == (
+        "sdpa",
+        "PyTorch, slower than native kernels: there is no C++ compiler",
+    )
+    wanted: list[dict[str, Any]] = [
+        {"attention_backend": "native"},
+        {"attention_backend": "auto", "quantization": "int4"},
+    ]
+    for settings in wanted:
+        with pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"):
+            planned(**settings)

@@ -1,4 +1,4 @@
-"""Native attention on every instruction set of this machine: right against float64, and each row the same bits always."""
+"""Native attention on every instruction set of this machine: right against float64, each row the same bits always."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_query_has_the_same_bits_however_it_is_computed(
             out = cpu.paged_attention(q, k, v, meta, 0.125, window, instructions=name, share=share)
         finally:
             torch.set_num_threads(before)
-        return list(out.split(sizes))
+        return list(torch.split(out, sizes))
 
     whole = [run([(i, 0, length)])[0] for i, (length, _) in enumerate(lengths)]
     together = run([(i, 0, length) for i, (length, _) in enumerate(lengths)], threads=2)
