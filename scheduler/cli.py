@@ -7,17 +7,18 @@ exit code 2. Answers go to stdout or a file, everything else to stderr.
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from paged import __version__
-from paged.errors import PagedError
+from paged.errors import ConfigError, PagedError
 from scheduler.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -142,6 +143,56 @@ def info(*, config: EngineConfig) -> None:
     rows.append(("pool", it.sizing))
     for name, value in rows:
         print(f"{name:18} {value}")
+
+
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("offline")
+@with_settings
+def bench_offline(
+    *,
+    config: EngineConfig,
+    workload: Annotated[Path, typer.Option("--workload", metavar="FILE", help="as benchmarks/workloads has them")],
+    reference: Annotated[Path | None, typer.Option(help="tokens to compare with [the file beside it]")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="this workload alone; may be given again")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="runs of each; the best counts")] = 3,
+    profile: Annotated[bool, typer.Option("--profile", help="say where the time of a run went")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures there")] = None,
+) -> None:
+    """Run workloads, at most 32 sequences at once, beside what this machine can do at most."""
+    from scheduler import bench
+
+    workloads, wanted = bench.read_workloads(workload), bench.read_reference(workload, reference)
+    if only:
+        if missing := [name for name in only if name not in workloads]:
+            raise ConfigError(f"{workload} has no workload {missing[0]}: it has {', '.join(workloads)}")
+        workloads = {name: workloads[name] for name in (*only, bench.WARM) if name in workloads}
+    from scheduler.llm import LLM
+    from worker.ceilings import measure
+
+    llm = LLM.from_config(replace(config, max_num_seqs=min(config.max_num_seqs, bench.MAX_RUNNING)))
+    if profile and llm.plan.backend != "native":
+        raise ConfigError(f"a profile needs the native kernels, and the backend is {llm.plan.backend}")
+    found = measure(llm.plan.threads)
+    ceilings = {
+        "memory read, GB/s": found["read_bytes_per_s"] / 1e9,
+        "float32 multiply, GFLOP/s": found["float32_flops"] / 1e9,
+    }
+    for name, value in ceilings.items():
+        print(f"{name:28}{value:8.1f}")
+    kind = config.quantization or llm.plan.dtype
+    print(f"{llm.model_name}, {kind}, {llm.plan.threads} threads, {llm.plan.backend_reason}", flush=True)
+
+    def report(name: str, turn: int, sample: bench.Sample) -> None:
+        print(f"paged: {name} run {turn + 1}: {sample.wall_s:.2f} s", file=sys.stderr, flush=True)
+
+    results = bench.run_all(llm, workloads, wanted, found, repeat, profile, report)
+    for text in bench.table(results):
+        print(text)
+    if json_path is not None:
+        json_path.write_text(json.dumps(bench.about() | {"ceilings": found, "results": results}, indent=1) + "\n")
 
 
 class _Bar:

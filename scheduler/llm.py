@@ -54,6 +54,7 @@ class Plan:
     model_known: bool
     page_size: int
     max_num_batched_tokens: int
+    weight_bytes: int  # of the model; 0 where it is not known
     kv_bytes: int  # that kv_memory allows
     layout: KVLayout | None = None
     num_pages: int | None = None  # the null page counted
@@ -128,6 +129,7 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
         model_known=model is not None,
         page_size=page_size,
         max_num_batched_tokens=budget,
+        weight_bytes=weights,
         kv_bytes=kv_bytes,
         **known,
     )
@@ -169,7 +171,7 @@ class LLM:
         self.config = config
         self.plan = plan(config, checkpoint.config)
         self.model_name = checkpoint.name
-        self._path, self._model = checkpoint.path, checkpoint.config
+        self._path, self.model_config = checkpoint.path, checkpoint.config
         self.tokenizer = Tokenizer.from_dir(checkpoint.path)
         layout, limits = self.plan.layout, self.plan.limits
         assert layout is not None
@@ -238,7 +240,7 @@ class LLM:
             self.engine.update_weights(self._path, weights)
             return
         checkpoint = resolve(str(weights))
-        if replace(checkpoint.config, dtype=self._model.dtype) != self._model:
+        if replace(checkpoint.config, dtype=self.model_config.dtype) != self.model_config:
             raise CheckpointError(f"{weights} is not a checkpoint of the model that is loaded: its config differs")
         self.engine.update_weights(checkpoint.path, {})
         self._path = checkpoint.path

@@ -61,6 +61,12 @@ class LocalExecutor:
         step, self._step = self._step, None
         return self._runner.execute(step)
 
+    def profile(self) -> dict[str, float]:
+        """From now on the seconds of each kind of native operation are added up in this dict."""
+        assert self._runner is not None
+        self._runner.seconds = {}
+        return self._runner.seconds
+
     def update_weights(self, path: Path, replaced: Mapping[str, Any]) -> None:
         assert self._runner is not None
         assert self._step is None, "a step is under way"
