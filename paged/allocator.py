@@ -66,13 +66,18 @@ class BlockAllocator:
         return self.num_pages - 1 - len(self._free) - self._num_cached
 
     def ref_count(self, page: int) -> int:
+        """References to the page; the null page has none. Raises PageStateError for a page outside of the pool."""
+        if not 0 <= page < self.num_pages:
+            raise PageStateError(f"page {page} is not one of 0 to {self.num_pages - 1}")
         return self._counts[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` free pages, each with one reference. Raises OutOfPages when there are fewer."""
+        """Take `n` free pages, each with one reference. Raises OutOfPages when there are fewer, ValueError below 0."""
         if n > len(self._free):
             raise OutOfPages(n, len(self._free), self.num_pages - 1)
         if n <= 0:
+            if n < 0:
+                raise ValueError(f"a number of pages must not be negative, and is {n}")
             return []
         pages = self._free[: -n - 1 : -1]
         del self._free[-n:]

@@ -35,7 +35,7 @@ class Holder:
     def __str__(self) -> str:
         if self.seq_id is None:
             return "a move"
-        name = f"sequence {self.seq_id}" + (f" of {self.label}" if self.label else "")
+        name = _sequence(self.seq_id, self.label)
         return f"{name} (page {self.index}" + (f" of group {self.group})" if self.group else ")")
 
 
@@ -74,25 +74,30 @@ class MemoryMap:
             f"{counts['cached']} cached, {counts['free']} free"
         ]
         lines += [f"{i + 1:>6} {marks[i : i + width]}" for i in range(0, len(marks), width)]
-        lines.append("       . free   c cached   p pinned   # held   2-9 held by so many")
+        lines.append("       . free   c cached   p pinned   # held   2-8 held by so many   9 by nine or more")
         lines += [f"{owner}: {_ranges(pages)}" for owner, pages in self.held_by().items()]
         return "\n".join(lines)
 
     def svg(self, columns: int = 32) -> str:
-        """A square a page: white is free, grey cached, a colour is its owner's, stripes of several those of several."""
+        """A square a page: white is free, grey cached, brown cached and pinned, any other colour is its owner's.
+
+        A page of several owners has a stripe for each.
+        """
         size, gap, top = 18, 2, 30
-        owners = list(self.held_by())
-        colours = {owner: f"hsl({i * 137 % 360},60%,{55 + i % 3 * 8}%)" for i, owner in enumerate(owners)}
+        colours = {owner: f"hsl({i * 137 % 360},60%,{55 + i % 3 * 8}%)" for i, owner in enumerate(self.held_by())}
         rows = -(-len(self.pages) // columns)
         legend = top + rows * (size + gap) + 12
-        height = legend + 18 * (len(owners) + 1)
+        names = [*colours.items(), ("cached, free to be taken", "#bbb")]
+        if any(use.pinned and not use.holders for use in self.pages):
+            names.append(("cached and pinned, the last to be taken", "#8a6d3b"))
+        height = legend + 18 * len(names)
         width = max(columns * (size + gap), 420) + 16
         counts = Counter(use.state for use in self.pages)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
             f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
             f'<text x="8" y="18">{len(self.pages)} pages of {self.page_size} tokens: {counts["referenced"]} '
-            f'referenced, {counts["cached"]} cached, {counts["free"]} free</text>',
+            f"referenced, {counts['cached']} cached, {counts['free']} free</text>",
         ]
         for i, use in enumerate(self.pages):
             x, y = 8 + i % columns * (size + gap), top + i // columns * (size + gap)
@@ -107,7 +112,6 @@ class MemoryMap:
             )
             frame = f'<rect x="{x}" y="{y}" width="{size}" height="{size}" fill="none" stroke="#777"/>'
             parts.append(f"<g><title>{_escaped(title)}</title>{bars}{frame}</g>")
-        names = [*((owner, colours[owner]) for owner in owners), ("cached, free to be taken", "#bbb")]
         for n, (name, fill) in enumerate(names):
             y = legend + n * 18
             parts.append(f'<rect x="8" y="{y}" width="12" height="12" fill="{fill}"/>')
@@ -130,7 +134,11 @@ def explain(manager: KVCacheManager) -> MemoryMap:
 
 
 def check(manager: KVCacheManager, idle: bool = False) -> None:
-    """Prove P1 to P4 from scratch; with `idle` also that nothing is held. Raises InvariantError, which says who."""
+    """Prove P1 to P4 from scratch; with `idle` also that nothing is held. Raises InvariantError, which says who.
+
+    Of P3 what can be known here: a sequence's pages are those of its entries, these are one history in its namespace,
+    and their digests follow from their tokens. That these are the tokens of the sequence, only the caller knows.
+    """
     holders = _holders(manager)
 
     def broken(invariant: str, page: int, what: str) -> InvariantError:
@@ -157,9 +165,11 @@ def check(manager: KVCacheManager, idle: bool = False) -> None:
     moved = Counter(manager._pages.held_by_moves())
     if moved != manager._pages._moved:
         raise InvariantError(f"P1: moves hold pages {dict(moved)}, counted are {manager._pages._moved}")
-    for digest, seq_id in manager._promised.items():
-        if seq_id not in manager._held or manager._held[seq_id].promise != digest:
-            raise InvariantError(f"P3: a page is awaited from sequence {seq_id}, which is not going to compute it")
+    promised = Counter((digest, seq_id) for digest, owners in manager._promised.items() for seq_id in owners)
+    promises = Counter((held.promise, seq_id) for seq_id, held in manager._held.items() if held.promise is not None)
+    if promised != promises or not all(manager._promised.values()):
+        wrong = sorted({seq_id for _, seq_id in (promised - promises) + (promises - promised)})
+        raise InvariantError(f"P3: pages are awaited from other sequences than compute them: {wrong}")
     for seq_id, held in manager._held.items():
         _check_sequence(manager, seq_id, held, broken)
     if idle and holders:
@@ -182,16 +192,19 @@ def _check_store(manager: KVCacheManager) -> None:
     for row in range(len(store.num_pages)):
         if store.pages[:, row, store.num_pages[row] :].any():
             raise InvariantError(f"P1: row {row} has pages beyond the end of its table")
-    if store.num_pages[store._unused].any():
-        raise InvariantError("P1: an unused row has pages")
+    for what in ("num_pages", "num_computed", "frozen"):
+        if getattr(store, what)[store._unused].any():
+            raise InvariantError(f"P1: {what} of an unused row is not 0")
 
 
 def _check_sequence(manager: KVCacheManager, seq_id: int, held: _Held, broken: Broken) -> None:
     store, size, cache = manager._store, manager.page_size, manager.prefix_cache
     computed, num_pages = int(store.num_computed[held.row]), int(store.num_pages[held.row])
-    who = f"sequence {seq_id}" + (f" of {held.label}" if held.label else "")
+    who = _sequence(seq_id, held.label)
     if computed > num_pages * size:
         raise InvariantError(f"P1: {who} has computed {computed} tokens, and has {num_pages} pages")
+    if store.frozen[held.row] and computed % size == 0:
+        raise InvariantError(f"P2: {who} writes next into a new page, which nobody shares, and is said to share it")
     if len(held.chain) * size > computed:
         raise InvariantError(f"P4: {who} has published tokens that are not computed")
     for parent, child in zip(held.chain, held.chain[1:], strict=False):
@@ -215,7 +228,7 @@ def _check_sequence(manager: KVCacheManager, seq_id: int, held: _Held, broken: B
             elif entry is not None and index * size >= computed:
                 raise broken("P4", page, f"can be found, and {who} has not computed it")
             written_next = index == computed // size and computed % size and not store.frozen[held.row]
-            if written_next and manager._pages.is_shared(page):
+            if written_next and manager._pages.must_copy(page):
                 raise broken("P2", page, f"is written next by {who}, who does not know that it is shared")
 
 
@@ -236,7 +249,16 @@ def _holders(manager: KVCacheManager) -> dict[int, list[Holder]]:
 def _owner(holder: Holder) -> str:
     if holder.seq_id is None:
         return "moves"
-    return f"{holder.label} (sequence {holder.seq_id})" if holder.label else f"sequence {holder.seq_id}"
+    return f"{_one_line(holder.label)} (sequence {holder.seq_id})" if holder.label else f"sequence {holder.seq_id}"
+
+
+def _sequence(seq_id: int, label: str | None) -> str:
+    return f"sequence {seq_id}" + (f" of {_one_line(label)}" if label else "")
+
+
+def _one_line(label: str) -> str:
+    """Control characters and ends of lines as escapes."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda match: ascii(match[0])[1:-1], f"{label}")
 
 
 def _escaped(text: str) -> str:

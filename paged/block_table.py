@@ -10,6 +10,7 @@ group, the null page stands. Nothing here knows who else uses a page, nor what i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import numpy as np
@@ -44,17 +45,23 @@ class BlockTable:
         return len(self._pages) * self.page_size
 
     def slot(self, position: int) -> int:
-        """Where the token at `position` lies in the pool. Raises IndexError past the capacity."""
-        if position < 0:
-            raise IndexError(f"position {position} is negative")
-        return int(self._pages[position // self.page_size]) * self.page_size + position % self.page_size
+        """Where the token at `position` lies in the pool. Raises as `slots`."""
+        return int(self.slots(position, position + 1)[0])
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The slots of positions start to stop - 1, int64 [stop - start]. Raises IndexError past the capacity."""
+        """The slots of positions start to stop - 1, int64 [stop - start].
+
+        Raises IndexError for positions past the capacity, or whose page has left the window; TypeError for what is no
+        whole number.
+        """
+        start, stop = operator.index(start), operator.index(stop)
         if not 0 <= start <= stop <= self.capacity:
             raise IndexError(f"positions {start} to {stop} are not all within the capacity of {self.capacity}")
         positions = np.arange(start, stop, dtype=np.int64)
-        return self._pages[positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+        pages = self._pages[positions // self.page_size].astype(np.int64)
+        if not pages.all():  # the null page
+            raise IndexError(f"positions {start} to {stop} are not all in the window: pages of them have left it")
+        return pages * self.page_size + positions % self.page_size
 
 
 class TableStore:
@@ -132,7 +139,8 @@ def first_page(num_computed: int, window: int | None, page_size: int) -> int:
 def peak_pages(num_tokens: int, page_size: int, windows: Windows, chunk: int) -> int:
     """Most pages that a sequence holds at once, over all groups, while it is computed up to `num_tokens` tokens.
 
-    At most `chunk` tokens are computed at once; a windowed group then holds the window before them, and them.
+    At most `chunk` tokens are computed at once, at least one; a windowed group then holds the window before them, and
+    them: w - 1 + chunk tokens, of which the first may be the last of its page.
     """
     total = pages_for(num_tokens, page_size)
-    return sum(total if w is None else min(total, pages_for(w - 1 + chunk, page_size) + 1) for w in windows)
+    return sum(total if w is None else min(total, 1 + pages_for(w - 2 + chunk, page_size)) for w in windows)

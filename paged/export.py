@@ -5,7 +5,8 @@
     slots    where K and V of tokens are written              page * page_size + offset
 
 `seq_lens` are the tokens of each sequence that a kernel is to see, those written in this step included; room beyond
-them is left out. In a windowed group the null page stands where pages have left the window.
+them is left out. In a windowed group the null page stands where pages have left the window. All arrays are contiguous,
+and the caller's own.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ Lengths = SequenceOf[int] | npt.NDArray[np.int64]
 def padded(manager: KVCacheManager, seq_ids: SequenceOf[int], seq_lens: Lengths, group: int = 0) -> tuple[Ints, Ints]:
     """Block tables int32 [seqs, pages of the longest], padded with the null page, and seq_lens int32 [seqs].
 
-    Raises PageStateError for an unknown sequence, and for one without room for so many tokens.
+    Raises PageStateError for an unknown sequence, and for one without room for so many tokens; TypeError for lengths
+    that are not whole numbers, ValueError for a group that is not there.
     """
     counts = _page_counts(manager, seq_ids, seq_lens)
-    tables = manager.tables(seq_ids, group)[:, : int(counts.max(initial=0))]
+    tables = np.ascontiguousarray(manager.tables(seq_ids, group)[:, : int(counts.max(initial=0))])
     tables[np.arange(tables.shape[1]) >= counts[:, None]] = 0
-    return tables, np.asarray(seq_lens, dtype=np.int32)
+    return tables, np.array(seq_lens, dtype=np.int32)
 
 
 def csr(
@@ -54,16 +56,15 @@ def slots(
     """The slots of positions starts[i] to stops[i] - 1 of each sequence, one after another, int64 [tokens].
 
     Raises PageStateError for an unknown sequence, IndexError for positions without a page, or whose page has left the
-    window.
+    window; TypeError for positions that are not whole numbers, ValueError for a group that is not there, and for other
+    starts and stops than one for each sequence.
     """
+    manager._check_group(group)
     parts = [
-        manager.table(seq_id, group).slots(int(start), int(stop))
+        manager.table(seq_id, group).slots(start, stop)
         for seq_id, start, stop in zip(seq_ids, starts, stops, strict=True)
     ]
-    result = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-    if (result < manager.page_size).any():  # the null page
-        raise IndexError(f"positions {list(starts)} to {list(stops)} of {list(seq_ids)} are not all in the window")
-    return result
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _page_counts(manager: KVCacheManager, seq_ids: SequenceOf[int], seq_lens: Lengths) -> npt.NDArray[np.int64]:

@@ -20,13 +20,16 @@ Invariants, which `check()` proves from scratch, besides those of the parts:
         moves under way) that count it
     P2  a page that more than one sequence references, or that can be found, is not written: only `extend` makes room,
         and it copies first
-    P3  what a sequence shares has the tokens that it has there, in the same namespace
+    P3  what a sequence shares has the tokens that it has there, in the same namespace (proven of the cache's entries,
+        not of the caller's tokens, which nobody keeps here)
     P4  only pages whose every token is computed can be found
     P5  a call that raises leaves every table and count as it was
 """
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -37,7 +40,7 @@ import numpy.typing as npt
 from paged import audit
 from paged.allocator import NULL_PAGE, BlockAllocator
 from paged.block_table import BlockTable, TableStore, Windows, first_page, pages_for
-from paged.errors import OutOfPages, PageStateError
+from paged.errors import PageStateError
 from paged.pages import Mark, Move, Pages
 from paged.prefix_cache import DEFAULT, Entry, PrefixCache, Tokens, as_tokens
 
@@ -63,8 +66,10 @@ class KVCacheManager:
     """Pages of all groups. `num_pages` counts the null page; sequence ids are the caller's.
 
     windows: for each group the tokens that a query sees, its own included; None is all. poison: emit marks by which the
-    pool notices stale reads and stray writes; slow. Public calls raise PageStateError for an unknown sequence, and
-    TypeError for tokens that are not an array int32 [n].
+    pool notices stale reads and stray writes; slow. Raises ValueError for a page_size that is no power of two from 1 to
+    256, for windows that are not at least 1, and for fewer than 2 pages. Public calls raise PageStateError for an
+    unknown sequence, TypeError for tokens that are not an array int32 [n], for a namespace that is not bytes and for a
+    number that is not whole, and ValueError for a negative number and for a group that is not there.
     """
 
     poison_by_default = False  # the test suite sets it
@@ -80,8 +85,10 @@ class KVCacheManager:
         page_size = operator.index(page_size)
         if not 1 <= page_size <= 256 or page_size & (page_size - 1):
             raise ValueError(f"page_size must be a power of two from 1 to 256, not {page_size}")
-        if not windows or any(window is not None and (type(window) is not int or window < 1) for window in windows):
-            raise ValueError(f"windows must hold None or a number of at least 1 for each group, not {windows}")
+        if not windows or any(
+            window is not None and (type(window) is not int or not 1 <= window < 2**63) for window in windows
+        ):
+            raise ValueError(f"windows must hold None or a number from 1 to 2**63 - 1 for each group, not {windows}")
         self.page_size = page_size
         self._shift = page_size.bit_length() - 1  # tokens >> shift are full pages
         self.windows = windows
@@ -94,7 +101,8 @@ class KVCacheManager:
         self._row_of: dict[int, int] = {}  # of each sequence its row, for batches
         self._last_rows: tuple[list[int], npt.NDArray[np.int64]] | None = None  # of the same sequences, asked for again
         self._pages = Pages(self.allocator, self.prefix_cache, self.poison_by_default if poison is None else poison)
-        self._promised: dict[bytes, int] = {}  # digest of a page that is being computed -> the sequence
+        # Digest of a page that is being computed -> the sequences that compute it, who began first first.
+        self._promised: dict[bytes, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -128,7 +136,7 @@ class KVCacheManager:
         rows = self._rows(seq_ids)
         self._check_group(group)
         width = int(self._store.num_pages[rows].max(initial=0))
-        return self._store.pages[group, :, :width].take(rows, axis=0)
+        return self._store.pages[group, rows, :width]  # a copy, row by row
 
     def num_computed(self, seq_id: int) -> int:
         """Tokens of the sequence whose K and V lie in its pages."""
@@ -152,14 +160,16 @@ class KVCacheManager:
     def computing(self, tokens: Tokens, namespace: bytes = DEFAULT) -> int | None:
         """The sequence that is just computing the page after the cached prefix of `tokens`; None if there is none.
 
-        Who waits until that is done, or the sequence is gone, finds a longer prefix.
+        Of several that do, the one that began first. Who waits until that is done, or no sequence does, finds a longer
+        prefix.
         """
+        tokens = as_tokens(tokens)
+        _check_namespace(namespace)
         if not self._promised:
             return None
-        tokens = as_tokens(tokens)
         chain = self._match(tokens, namespace)
         digest = self.prefix_cache.next_digest(tokens[:-1], chain, namespace)
-        return None if digest is None else self._promised.get(digest)
+        return None if digest is None else self._promised.get(digest, (None,))[0]
 
     def allocate(
         self,
@@ -218,22 +228,24 @@ class KVCacheManager:
             store.frozen[row] = False
 
     def extend_all(self, seq_ids: SequenceOf[int], num_tokens: npt.NDArray[np.int64]) -> None:
-        """`extend` for many sequences, num_tokens int64 [seqs], at once: of them all, or with OutOfPages of none."""
+        """`extend` for many sequences, num_tokens int64 [seqs], at once: of them all, or with OutOfPages of none.
+
+        Raises PageStateError for a sequence named twice, TypeError for other lengths than one int64 for each sequence.
+        """
         seq_ids = list(seq_ids)
         store, rows = self._store, self._rows(seq_ids, num_tokens)
-        most = int(num_tokens.max(initial=0))
-        if most > self.num_usable * self.page_size:  # before sums of such numbers wrap
-            raise OutOfPages(pages_for(most, self.page_size), self.num_available, self.num_usable)
-        new = ((num_tokens + self.page_size - 1) >> self._shift) - store.num_pages[rows]
+        _count(int(num_tokens.min(initial=0)))
+        new = -(-num_tokens >> self._shift) - store.num_pages[rows]  # rounded up, and no number wraps
         frozen = store.frozen[rows]
         if not frozen.any():
             self._append_all(seq_ids, rows, new)
             return
         busy = np.flatnonzero((new > 0) | (frozen & (num_tokens > store.num_computed[rows])))
-        needed, sharers = int(new[new > 0].sum()) * len(self.windows), dict[int, int]()
+        # Summed as Python's numbers, which do not wrap.
+        needed, sharers = sum(new[new > 0].tolist()) * len(self.windows), dict[int, int]()
         for row in rows[busy][store.frozen[rows[busy]]].tolist():
             for _, page in self._to_copy(row):
-                left = sharers.setdefault(page, self._pages.sharers(page))
+                left = sharers.setdefault(page, self._pages.num_sharers(page))
                 # The last one keeps it, unless it must stay as it is found.
                 needed += left > 1 or self.prefix_cache.entry(page) is not None
                 sharers[page] = left - 1
@@ -268,7 +280,9 @@ class KVCacheManager:
     ) -> None:
         """`commit` for many sequences at once, num_computed int64 [seqs]; if it raises, none is changed.
 
-        Tokens are looked at, and checked, only of sequences with pages that become full or leave a window.
+        Tokens are looked at, and checked, only of sequences with pages that become full or leave a window. Raises as
+        `commit`, PageStateError also for a sequence named twice, and TypeError for fewer or more arrays of tokens, or
+        other lengths, than one for each sequence.
         """
         seq_ids = list(seq_ids)
         if len(tokens) != len(seq_ids):
@@ -279,7 +293,7 @@ class KVCacheManager:
         if wrong.any():
             i = int(wrong.argmax())
             raise PageStateError(
-                f"sequence {seq_ids[i]}: {num_computed[i]} tokens computed, {before[i]} before, "
+                f"sequence {seq_ids[i]}: {_count(num_computed[i])} tokens computed, {before[i]} before, "
                 f"room for {store.num_pages[rows[i]] * size}"
             )
         if (unextended := store.frozen[rows] & (num_computed > before)).any():
@@ -287,7 +301,8 @@ class KVCacheManager:
             raise PageStateError(f"sequence {seq_id} may share the page that was written: extend it first")
         due = num_computed >> shift > before >> shift
         for _, window in self._windowed:
-            due |= (num_computed - window + 1) >> shift > (before - window + 1) >> shift
+            first = np.maximum(before - window + 1, 0) >> shift  # as first_page
+            due |= np.maximum(num_computed - window + 1, 0) >> shift > first
         filled = due.nonzero()[0].tolist()
         for i in filled:
             if len(as_tokens(tokens[i])) < num_computed[i]:
@@ -376,19 +391,18 @@ class KVCacheManager:
         self._pages.confirm_moves(moves)
 
     def pin(self, tokens: Tokens, until: float, namespace: bytes = DEFAULT) -> int:
-        """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time. Its tokens.
+        """Let the cached prefix of `tokens` be evicted after all else, until `expire` is told that time.
 
-        Raises ValueError for a time that is not a number.
+        Returns the number of tokens pinned. Raises TypeError for a time that is no number, ValueError for NaN.
         """
-        if until != until:
-            raise ValueError(f"until must be a time, not {until}")
+        until = _time(until)
         chain = self._match(as_tokens(tokens), namespace)
         self.prefix_cache.pin(chain, until)
         return len(chain) * self.page_size
 
     def expire(self, now: float) -> None:
-        """End the pins whose time has come."""
-        self.prefix_cache.expire(now)
+        """End the pins whose time has come. Raises TypeError for a time that is no number, ValueError for NaN."""
+        self.prefix_cache.expire(_time(now))
 
     def reset(self) -> None:
         """Forget every cached prefix. Sequences keep their pages, but those are not found any more."""
@@ -426,15 +440,13 @@ class KVCacheManager:
         self._store.append(held.row, tables)
         held.changes += [(group, first + i, page) for group, table in enumerate(tables) for i, page in enumerate(table)]
 
-    def _append_all(
-        self, seq_ids: SequenceOf[int], rows: npt.NDArray[np.int64], new: npt.NDArray[np.int64]
-    ) -> None:
+    def _append_all(self, seq_ids: SequenceOf[int], rows: npt.NDArray[np.int64], new: npt.NDArray[np.int64]) -> None:
         """So many new pages for each sequence, in every group, or OutOfPages."""
         (busy,) = (new > 0).nonzero()
         if not busy.size:
             return
         groups, counts = len(self.windows), new[busy]
-        total = int(counts.sum())
+        total = sum(counts.tolist())  # as Python's number, which does not wrap
         self._pages.need(total * groups)
         if total > busy.size:  # some need several
             for i in busy.tolist():
@@ -454,12 +466,15 @@ class KVCacheManager:
         if index >= store.num_pages[row]:
             return []
         pages = enumerate(store.pages[:, row, index].tolist())
-        return [(group, page) for group, page in pages if self._pages.is_shared(page)]
+        return [(group, page) for group, page in pages if self._pages.must_copy(page)]
 
     def _publish(self, seq_id: int, held: _Held, tokens: Tokens, num_computed: int) -> None:
         """Pages have become full: let others find them, and share those that were found to be there already."""
         first, full, size = len(held.chain), num_computed // self.page_size, self.page_size
         if not self.enable_prefix_caching or full == first:
+            return
+        if held.chain and not held.chain[-1].live:  # it was forgotten: no prompt can find what follows
+            self._break_promise(seq_id, held)
             return
         # [pages][groups]
         mine: list[list[int]] = self._store.pages[:, held.row, first:full].T.tolist()
@@ -491,11 +506,15 @@ class KVCacheManager:
         if self.enable_prefix_caching and (len(held.chain) + 1) * self.page_size <= held.num_known:
             held.promise = self.prefix_cache.next_digest(tokens, held.chain, held.namespace)
             if held.promise is not None:
-                self._promised.setdefault(held.promise, seq_id)
+                self._promised[held.promise] = (*self._promised.get(held.promise, ()), seq_id)
 
     def _break_promise(self, seq_id: int, held: _Held) -> None:
-        if held.promise is not None and self._promised.get(held.promise) == seq_id:
-            del self._promised[held.promise]
+        if held.promise is None:
+            return
+        owners = self._promised.pop(held.promise)
+        if len(owners) > 1:
+            i = owners.index(seq_id)
+            self._promised[held.promise] = owners[:i] + owners[i + 1 :]
         held.promise = None
 
     def _leave_windows(self, held: _Held, before: int, computed: int) -> None:
@@ -551,8 +570,7 @@ class KVCacheManager:
             raise ValueError(f"group {group} is not one of 0 to {len(self.windows) - 1}")
 
     def _match(self, tokens: Tokens, namespace: bytes) -> list[Entry]:
-        if not isinstance(namespace, bytes):
-            raise TypeError(f"a namespace is bytes, as namespace() makes them, not {type(namespace).__name__}")
+        _check_namespace(namespace)
         return self.prefix_cache.match(tokens, namespace) if self.enable_prefix_caching else []
 
     def _get(self, seq_id: int) -> _Held:
@@ -568,3 +586,17 @@ def _count(number: int) -> int:
     if result < 0:
         raise ValueError(f"a number of tokens or pages must not be negative, and is {result}")
     return result
+
+
+def _time(moment: float) -> float:
+    """As a Python float. Raises TypeError for what is no number, ValueError for NaN."""
+    if not isinstance(moment, numbers.Real):
+        raise TypeError(f"a time must be a number, not {type(moment).__name__}")
+    if math.isnan(moment):
+        raise ValueError(f"a time must be a number, not {moment}")
+    return float(moment)
+
+
+def _check_namespace(namespace: bytes) -> None:
+    if not isinstance(namespace, bytes):
+        raise TypeError(f"a namespace is bytes, as namespace() makes them, not {type(namespace).__name__}")

@@ -96,11 +96,11 @@ class Pages:
         if self._poison:
             self._moves += [Mark(page, "seal") for page in self.prefix_cache.findable(pages)]
 
-    def is_shared(self, page: int) -> bool:
+    def must_copy(self, page: int) -> bool:
         """Whether writing to the page would change what another has, or finds."""
-        return self.sharers(page) > 1 or self.prefix_cache.entry(page) is not None
+        return self.num_sharers(page) > 1 or self.prefix_cache.entry(page) is not None
 
-    def sharers(self, page: int) -> int:
+    def num_sharers(self, page: int) -> int:
         """Tables that hold the page. A copy of it, emitted already, is made before anybody writes to it."""
         return self.allocator.ref_count(page) - self._moved.get(page, 0)
 

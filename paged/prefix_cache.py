@@ -103,6 +103,11 @@ def sha256_digest(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
 
 
+def _namespace_digest(namespace: bytes) -> bytes:
+    """What the first page of a namespace follows."""
+    return hashlib.sha256(namespace).digest()
+
+
 def as_tokens(tokens: Tokens) -> Tokens:
     """What was given as tokens. Raises TypeError if it is no array int32 [n]: another would never match, or wrap."""
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
@@ -190,7 +195,7 @@ class PrefixCache:
         page = tokens[len(chain) * size : (len(chain) + 1) * size]
         if len(page) < size:
             return None
-        return self._digest(chain[-1].digest if chain else self._root(namespace).digest, _bytes(page))
+        return self._digest(chain[-1].digest if chain else _namespace_digest(namespace), _bytes(page))
 
     def publish(
         self, tokens: Tokens, pages: tuple[int, ...], chain: list[Entry], namespace: bytes = DEFAULT
@@ -200,8 +205,10 @@ class PrefixCache:
         tokens: int32 [page_size], all computed; pages: of each group, the null page where it has left the window.
         Returns the pages where this content is cached now, in some group perhaps another than the one given: that one
         is to take its place. None, and nothing happens, where an ancestor was forgotten, a digest collides, or there is
-        no page: then no prompt can find it.
+        no page: then no prompt can find it. Raises ValueError for fewer or more tokens than a page's.
         """
+        if len(tokens) != self.page_size:
+            raise ValueError(f"a page has {self.page_size} tokens, not {len(tokens)}")
         parent = chain[-1] if chain else self._root(namespace)
         if not parent.live:
             return None
@@ -274,15 +281,14 @@ class PrefixCache:
     def evict(self, least: int = 1) -> list[int]:
         """Give up the least recently used pages without an owner, and what only they lead to, until there are `least`.
 
-        Returns the pages that are nobody's now. Raises KeyError if every page has an owner.
+        Returns the pages that are nobody's now. Raises KeyError, and gives up none, if fewer are without an owner.
         """
+        if least > self.num_idle:
+            raise KeyError(f"{self.num_idle} pages without an owner, {least} wanted")
         nobodys: list[int] = []
         one_group = len(self.windows) == 1
         while len(nobodys) < least:
-            queue = self._idle or self._pinned_idle
-            if not queue:
-                raise KeyError("no page without an owner")
-            page, entry = queue.popitem(last=False)
+            page, entry = (self._idle or self._pinned_idle).popitem(last=False)
             nobodys.append(page)
             del self._by_page[page]
             group = 0 if one_group else entry.pages.index(page)
@@ -301,9 +307,11 @@ class PrefixCache:
     def check(self) -> None:
         """Prove INV-1 to INV-3 from scratch. Raises InvariantError, which names the invariant and the page."""
         found: dict[int, Entry] = {}
+        parents = (*self._roots.values(), *self._entries.values())
+        children = {(parent, child) for parent in parents for child in parent.children}
         for digest, entry in self._entries.items():
             parent = entry.parent
-            if not entry.live or entry.digest != digest or parent is None or entry not in parent.children:
+            if not entry.live or entry.digest != digest or parent is None or (parent, entry) not in children:
                 raise InvariantError(f"prefix cache INV-1: {entry} is not a child of its parent {parent}")
             if digest != self._digest(parent.digest, entry.tokens):
                 raise InvariantError(f"prefix cache INV-1: {entry} does not follow its parent {parent}")
@@ -322,7 +330,7 @@ class PrefixCache:
         if found != self._by_page:
             page = min(page for page in {*found, *self._by_page} if found.get(page) is not self._by_page.get(page))
             raise InvariantError(f"prefix cache INV-2: pages and entries do not agree on page {page}")
-        for parent in (*self._roots.values(), *self._entries.values()):
+        for parent in parents:
             left = None
             for child in parent.children:
                 if child.left is not left:
@@ -333,6 +341,7 @@ class PrefixCache:
         self._check_order()
 
     def _check_order(self) -> None:
+        """INV-3 of each page and its parent's; not of those further up, where the parent's has an owner."""
         gone: set[int] = set()
         for queue, pinned in ((self._idle, False), (self._pinned_idle, True)):
             for page, entry in queue.items():
@@ -355,7 +364,7 @@ class PrefixCache:
     def _root(self, namespace: bytes) -> Entry:
         """The entry of a namespace; a new one is not known before it has a child."""
         known = self._roots.get(namespace)
-        return known or Entry(hashlib.sha256(namespace).digest(), namespace, None, (0,) * len(self.windows))
+        return known or Entry(_namespace_digest(namespace), namespace, None, (0,) * len(self.windows))
 
     def _requeue(self, entries: list[Entry]) -> None:
         """Put the idle pages of entries, the parents first, where they belong now: as used last, the tail first."""

@@ -114,7 +114,5 @@ def build_inputs(
     return Inputs(tensor(token_ids), tensor(positions), metas, tensor(sampled.astype(np.int64)))
 
 
-def _slots(
-    pages: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], page_size: int
-) -> npt.NDArray[np.int64]:
+def _slots(pages: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], page_size: int) -> npt.NDArray[np.int64]:
     return pages[:, positions // page_size].astype(np.int64) * page_size + positions % page_size

@@ -5,9 +5,9 @@ scaled embedding, another activation, and layers with a window that have a rotar
 models (worker/models) define what is right.
 
     embed
-    each layer   norm -> qkv -> rotate, write K and V -> attention -> out (-> norm), added to the hidden state
-                 norm -> gate and up -> activation -> down (-> norm), added to the hidden state
-    gather the rows that sample -> norm -> head -> argmax
+    each layer   normed -> qkv -> rotate, write K and V -> attention -> out (-> norm), added to the hidden state
+                 normed -> gate and up -> gated -> down (-> norm), added to the hidden state
+    gather the rows that sample -> normed -> head -> argmax
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from paged.pool import KVPool
 from worker.inputs import Inputs
 from worker.kernels import (
     KV,
-    Activation,
     Argmax,
     Attention,
     Embed,
@@ -101,45 +100,41 @@ class NativeModel:
             config.num_kv_heads,
         )
         dim, eps, gemma3 = config.head_dim, config.rms_norm_eps, config.architecture == GEMMA3
-        x, normed, result = (torch.empty(tokens, hidden) for _ in range(3))
+        x, result = torch.empty(tokens, hidden), torch.empty(tokens, hidden)
         qkv, attended = torch.empty(tokens, (heads + 2 * kv_heads) * dim), torch.empty(tokens, heads * dim)
-        gate_up, gated = torch.empty(tokens, 2 * inner), torch.empty(tokens, inner)
+        gate_up = torch.empty(tokens, 2 * inner)
         scale = float(torch.tensor(hidden**0.5).to(parts["embedding"].dtype)) if gemma3 else 1.0
         function: Function = "gelu_tanh" if gemma3 else "silu"
         operations: list[Operation] = [Embed(parts["embedding"], x, scale)]
 
-        def add(source: Tensor, i: int, matrix: str, norm: str) -> None:
+        def add(source: Tensor, i: int, matrix: str, norm: str, gated: Function | None = None) -> None:
             """Add a linear, for Gemma its norm, to x."""
             linear = layer_matrix(parts, i, matrix, self._format, config)
+            operations.append(Linear(source, linear, result if gemma3 else x, add=not gemma3, gated=gated))
             if gemma3:
-                operations.append(Linear(source, linear, result))
-                operations.append(Norm(result, parts[f"{i}.{norm}"], x, eps, add=True))
-            else:
-                operations.append(Linear(source, linear, x, add=True))
+                operations.append(Norm(result, parts[f"{i}.{norm}"], x, eps))
 
         for i, (window, (group, pair)) in enumerate(zip(config.layer_windows, self._pool.layout.places, strict=True)):
             kv = KV(self._pool.k[pair], self._pool.v[pair], group)
             rotary = self._rotary if window is None else self._local_rotary
             q_norm, k_norm = parts.get(f"{i}.q_norm"), parts.get(f"{i}.k_norm")
             operations += [
-                Norm(x, parts[f"{i}.input_norm"], normed, eps),
-                Linear(normed, layer_matrix(parts, i, "qkv", self._format, config), qkv),
+                Linear(
+                    x, layer_matrix(parts, i, "qkv", self._format, config), qkv, norm=parts[f"{i}.input_norm"], eps=eps
+                ),
                 Rotary(qkv, rotary.cos, rotary.sin, heads, kv, q_norm, k_norm, eps),
                 Attention(qkv, attended, heads, kv, config.attention_scale, window),
             ]
             add(attended, i, "out", "post_norm")
-            operations += [
-                Norm(x, parts[f"{i}.pre_mlp_norm" if gemma3 else f"{i}.post_norm"], normed, eps),
-                Linear(normed, layer_matrix(parts, i, "gate_up", self._format, config), gate_up),
-                Activation(gate_up, gated, function),
-            ]
-            add(gated, i, "down", "post_mlp_norm")
-        few, few_normed = torch.empty(sampled, hidden), torch.empty(sampled, hidden)
+            norm = parts[f"{i}.pre_mlp_norm" if gemma3 else f"{i}.post_norm"]
+            matrix = layer_matrix(parts, i, "gate_up", self._format, config)
+            operations.append(Linear(x, matrix, gate_up, norm=norm, eps=eps))
+            add(gate_up, i, "down", "post_mlp_norm", function)
+        few = torch.empty(sampled, hidden)
         head = Matrix(parts["head"], self._head_format, config.vocab_size, hidden)
         return [
             *operations,
             Gather(x, few),
-            Norm(few, parts["norm"], few_normed, eps, few=True),
-            Linear(few_normed, head, self._logits, few=True),
+            Linear(few, head, self._logits, few=True, norm=parts["norm"], eps=eps),
             Argmax(self._logits, self._best),
         ]

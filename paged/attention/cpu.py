@@ -62,10 +62,10 @@ def pages_of(k_pages: Tensor, v_pages: Tensor) -> kernels.Pages:
 def sequences_of(meta: AttentionMetadata) -> tuple[kernels.Sequences, tuple[Tensor, ...]]:
     """The sequences, and the tensors that they point to."""
     kept = tuple(t.contiguous() for t in (meta.query_start, meta.seq_lens, meta.block_tables, meta.slots))
-    start, lens, tables, _ = kept
-    return kernels.Sequences(
-        start.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1], len(lens)
-    ), kept
+    start, lens, tables, slots = kept
+    assert start.dtype == lens.dtype == tables.dtype == torch.int32
+    assert slots.dtype == torch.int64
+    return kernels.Sequences(start.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1], len(lens)), kept
 
 
 def frame_of(meta: AttentionMetadata, tokens: int) -> tuple[kernels.Frame, object]:

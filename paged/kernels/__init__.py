@@ -14,10 +14,10 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paged.kernels.build import LIBRARY, REASON
+from paged.kernels.build import LIBRARY, REASON, digest_of_sources
 
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
-EMBED, NORM, LINEAR, ROTARY, ATTENTION, ACTIVATION, GATHER, ARGMAX, WRITE = range(9)
+EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE = range(8)
 _HERE = Path(__file__).parent
 _pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -90,6 +90,9 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._c = _declared(ctypes.CDLL(str(path)))
+        sources = digest_of_sources()
+        if sources and sources != self._c.paged_sources().decode():
+            raise OSError(f"{path} was built from other sources")
         self.sets = [self._c.paged_instruction_set(i).decode() for i in range(self._c.paged_instruction_sets())]
 
     def packed_bytes(self, format_: str, n: int, k: int) -> int:
@@ -105,7 +108,7 @@ class Library:
 
 
 class Team:
-    """Threads that stay, and the room that their runs share. One run at a time.
+    """Threads that stay, and the room that their runs share. Runs from several Python threads take turns.
 
     instructions: None is the best that the processor has. groups: of layers, with a block table each.
     """
@@ -114,13 +117,13 @@ class Team:
         found = library()
         assert found is not None, why_not()
         self._c, self._set = found._c, found._set(instructions)
-        self.threads, self._groups = threads, groups
+        self.threads, self.groups = threads, groups
         self._start()
 
     def _start(self) -> None:
         self._process = os.getpid()
         self._team = self._c.paged_team(self.threads)
-        self._shared = self._c.paged_shared(self._groups)
+        self._shared = self._c.paged_shared(self.groups)
 
     def run(
         self,
@@ -141,7 +144,7 @@ class Team:
         )
 
     def __del__(self) -> None:
-        if getattr(self, "_process", None) == os.getpid():
+        if os is not None and getattr(self, "_process", None) == os.getpid():  # os: Python may be at its end
             self._c.paged_end_team(self._team)
             self._c.paged_end_shared(self._shared)
 
@@ -156,7 +159,7 @@ def library() -> Library | None:
     """The library, or None where it was not built for this machine."""
     try:
         return Library(_HERE / LIBRARY)
-    except OSError:
+    except (OSError, AttributeError):  # not here, of another machine, of other sources, without a function
         return None
 
 
@@ -167,12 +170,13 @@ def why_not() -> str:
         return f"they could not be built when paged was installed: {reason.read_text().strip()}"
     if not path.is_file():
         return f"{path} is missing: install paged again, or run python {_HERE / 'build.py'}"
-    return f"{path} does not load on this machine: install paged again"
+    return f"{path} does not fit these sources or this machine: install paged again, or run python {_HERE / 'build.py'}"
 
 
 def _declared(c: ctypes.CDLL) -> ctypes.CDLL:
     pointer_to_frame = ctypes.POINTER(Frame)
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "paged_sources": (ctypes.c_char_p, ()),
         "paged_instruction_sets": (_int64, ()),
         "paged_instruction_set": (ctypes.c_char_p, (_int64,)),
         "paged_team": (_pointer, (_int64,)),

@@ -38,6 +38,7 @@ struct AttentionCall {
 };
 
 constexpr int64_t BLOCK = 256;  // tokens; K and V are cut at its multiples, and the parts are merged in order
+constexpr int64_t PART = 64;    // of a block, turned over at a time
 constexpr int64_t MANY = 16;    // a sequence with more queries than this is a chunk
 
 // One query token: where its row is, and what it sees.
@@ -79,5 +80,6 @@ struct AttentionRoom {
 };
 
 int64_t queries_at_once(int64_t group);  // of one unit
+inline int64_t padded_dim(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }  // whole vectors, of pairs too
 
 }  // namespace paged

@@ -8,6 +8,7 @@ is what CXX says, else c++, g++ or clang++. This file imports nothing of the pro
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -24,9 +25,13 @@ REASON = "not_built.txt"  # beside where the library would be
 # Sums keep their order (simd.h): no contraction, no reordering.
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 BASELINE = ("baseline", ())
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 X86 = (
-    ("avx2", ("-march=x86-64-v3",)),
-    ("avx512", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512")),
+    ("avx2", _AVX2),  # native.cpp asks the processor for just these
+    (
+        "avx512",
+        (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "bf16")), "-mprefer-vector-width=512"),
+    ),
 )
 
 
@@ -39,7 +44,8 @@ def build(target: Path, extra: SequenceOf[str] = ()) -> None:
     sets = (BASELINE, *(X86 if platform.machine().lower() in ("x86_64", "amd64") else ()))
     # What is compiled for every processor comes first: of inline functions that several objects have, the linker takes
     # the first.
-    units = [(name, HERE / f"{name}.cpp", ()) for name in ("native", "plan", "team")]
+    known = (f'-DPAGED_SOURCES="{digest_of_sources()}"',)
+    units = [(name, HERE / f"{name}.cpp", known) for name in ("native", "plan", "team")]
     units += [(name, HERE / "instructions.cpp", (f"-DPAGED_ISA={name}", *flags)) for name, flags in sets]
     with tempfile.TemporaryDirectory() as work:
         objects = [Path(work) / f"{name}.o" for name, _, _ in units]
@@ -65,8 +71,19 @@ def build_or_explain(target: Path) -> None:
         output = getattr(error, "stderr", None) or ""
         first = next((line for line in output.splitlines() if "error" in line), "")
         target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # of other sources
         (target.parent / REASON).write_text(f"{error}{': ' if first else ''}{first}\n")
         print(f"paged: native kernels were not built: {error}\n{output}", file=sys.stderr)
+
+
+def digest_of_sources() -> str:
+    """Of all that the library is compiled from; of nothing, where the sources are not here."""
+    folders = (HERE, HERE.parents[1] / "worker" / "kernels")
+    found = [path for folder in folders for path in folder.glob("*") if path.suffix in (".cpp", ".h", ".inc")]
+    digest = hashlib.sha256()
+    for path in sorted(found):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest() if found else ""
 
 
 def _compiler() -> list[str]:
@@ -94,5 +111,8 @@ def _run_all(calls: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    build(HERE / LIBRARY)
+    try:
+        build(HERE / LIBRARY)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{error}\n{error.stderr}")
     print(HERE / LIBRARY)

@@ -16,32 +16,30 @@ namespace PAGED_ISA {
 #define STRING(x) #x
 #define NAME(x) STRING(x)
 
-void run_one(const paged::Operation& op, paged::Shared& shared, Counter* counters, paged::Worker& worker) {
+void run_one(const paged::Operation& op, paged::Shared& shared, paged::Phase* phases, const paged::Worker& worker) {
   const paged::Frame& frame = *shared.frame;
   const int64_t rows = op.few ? frame.sampled : frame.tokens;
   switch (op.kind) {
-    case paged::EMBED: return embed((const paged::Embed&)op, frame, counters);
-    case paged::NORM: return norm((const paged::Norm&)op, rows, counters);
-    case paged::LINEAR: return linear((const paged::Linear&)op, rows, shared.prepared.data(), counters, worker);
-    case paged::ROTARY: return rotary((const paged::Rotary&)op, frame, counters);
+    case paged::EMBED: return embed((const paged::Embed&)op, frame, phases);
+    case paged::NORM: return norm((const paged::Norm&)op, rows, phases);
+    case paged::LINEAR: return linear((const paged::Linear&)op, rows, shared.prepared.data(), phases, worker);
+    case paged::ROTARY: return rotary((const paged::Rotary&)op, frame, phases);
     case paged::ATTENTION: {
       const auto& it = (const paged::Attention&)op;
-      return attention(it.call, shared.plans[it.group], shared.room, counters, worker);
+      return attention(it.call, shared.plans[it.group], shared.room, phases, worker);
     }
-    case paged::ACTIVATION: return activation((const paged::Activation&)op, rows, counters);
-    case paged::GATHER: return gather((const paged::Gather&)op, frame, counters);
-    case paged::ARGMAX: return argmax((const paged::Argmax&)op, rows, counters);
-    case paged::WRITE: return write_kv((const paged::Write&)op, frame, counters);
+    case paged::GATHER: return gather((const paged::Gather&)op, frame, phases);
+    case paged::ARGMAX: return argmax((const paged::Argmax&)op, rows, phases);
+    case paged::WRITE: return write_kv((const paged::Write&)op, frame, phases);
   }
 }
 
-// One thread's way through the operations. counters: two for each, at 0. seconds: of each, added up, or none.
-void run(const paged::Operation* const* operations, int64_t count, paged::Shared& shared, Counter* counters,
-         double* seconds, paged::Worker& worker) {
+// One thread's way through the operations. phases: two for each, fresh. seconds: of each, added up, or none.
+void run(const paged::Operation* const* operations, int64_t count, paged::Shared& shared, paged::Phase* phases,
+         double* seconds, const paged::Worker& worker) {
   auto before = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < count; i++) {
-    run_one(*operations[i], shared, counters + 2 * i, worker);
-    if (i + 1 < count) worker.barrier();
+    run_one(*operations[i], shared, phases + 2 * i, worker);
     if (seconds && worker.index == 0) {
       const auto now = std::chrono::steady_clock::now();
       seconds[i] += std::chrono::duration<double>(now - before).count();

@@ -43,25 +43,25 @@ struct Run {
   const Operation* const* operations;
   int64_t count;
   Shared* shared;
-  Counter* counters;
+  Phase* phases;
   double* seconds;
 };
 
-void run_part(void* context, Worker& worker) {
+void run_part(void* context, const Worker& worker) {
   const Run& it = *(const Run*)context;
-  it.instructions->run(it.operations, it.count, *it.shared, it.counters, it.seconds, worker);
+  it.instructions->run(it.operations, it.count, *it.shared, it.phases, it.seconds, worker);
 }
 
 }  // namespace
 
-int64_t packed_bytes(Format format, int64_t n, int64_t k) {
+int64_t packed_bytes(Format format, int64_t n, int64_t k) {  // as linear.inc lays them out
   const int64_t panels = (n + 15) / 16, groups = (k + 31) / 32;
   switch (format) {
     case FLOAT32: return panels * k * 16 * 4;
     case FLOAT16: return panels * k * 16 * 2;
     case BFLOAT16: return panels * ((k + 1) / 2 * 2) * 16 * 2;
-    case INT8: return panels * groups * (32 + 512);
-    case INT4: return panels * groups * (32 + 256);
+    case INT8: return panels * ((groups * (16 * 32 + 32) + 63) / 64 * 64);
+    case INT4: return panels * ((groups * (16 * 32 / 2 + 32) + 63) / 64 * 64);
   }
   return 0;
 }
@@ -74,6 +74,7 @@ using namespace paged;
 
 extern "C" {
 
+EXPORT const char* paged_sources() { return PAGED_SOURCES; }
 EXPORT int64_t paged_instruction_sets() { return (int64_t)available().size(); }
 EXPORT const char* paged_instruction_set(int64_t i) { return available()[i]->name; }
 
@@ -98,6 +99,7 @@ EXPORT void paged_run(int64_t set, void* team_of, void* shared_of, const Operati
                const Frame* frame, int64_t share, double* seconds) {
   Team& team = *(Team*)team_of;
   Shared& shared = *(Shared*)shared_of;
+  const std::lock_guard<std::mutex> turn(shared.one_run);
   const Instructions& instructions = *available()[set];
   shared.frame = frame;
   std::vector<bool> planned(shared.plans.size());
@@ -112,12 +114,12 @@ EXPORT void paged_run(int64_t set, void* team_of, void* shared_of, const Operati
       shared.room.fit(plan, it.call, team.count());
     } else if (op.kind == LINEAR) {
       const auto& it = (const Linear&)op;
-      const int64_t bytes = instructions.prepared_bytes((Format)it.format, op.few ? frame->sampled : frame->tokens, it.k);
+      const int64_t bytes = instructions.prepared_bytes(it, op.few ? frame->sampled : frame->tokens);
       if ((int64_t)shared.prepared.size() < bytes) shared.prepared.resize(bytes);
     }
   }
-  std::vector<Counter> counters(2 * count);
-  Run run{&instructions, operations, count, &shared, counters.data(), seconds};
+  std::vector<Phase> phases(2 * count);
+  Run run{&instructions, operations, count, &shared, phases.data(), seconds};
   team.run(run_part, &run);
 }
 

@@ -13,6 +13,7 @@ void AttentionPlan::make(const Sequences& seqs, int64_t page_size, int64_t the_w
   split.clear();
   partials = 0;
   window = the_window;
+  share = share && BLOCK % page_size == 0;
   const int64_t at_once = queries_at_once(group), pages_per_block = BLOCK / page_size;
   std::vector<Unit> shared;  // full blocks of sequences that are no chunks; queries are filled in below
   std::vector<std::vector<int64_t>> members;
@@ -83,9 +84,9 @@ void AttentionPlan::make(const Sequences& seqs, int64_t page_size, int64_t the_w
 
 void AttentionRoom::fit(const AttentionPlan& plan, const AttentionCall& call, int count) {
   const int64_t group = call.heads / call.pages.kv_heads;
-  const int64_t rows = queries_at_once(group) * group, dim = (call.pages.head_dim + 15) / 16 * 16;
-  // of a thread: queries, state and block result of `dim` floats and two more a row, scores, one block of K or V
-  const int64_t floats = rows * (3 * dim + 4 + BLOCK) + BLOCK * dim + 64;
+  const int64_t rows = queries_at_once(group) * group, dim = padded_dim(call.pages.head_dim);
+  // of a thread: queries, state and block result of `dim` floats and two more a row, scores, a part of K or V
+  const int64_t floats = rows * (3 * dim + 4 + BLOCK) + PART * dim + 16;
   const auto grow = [](std::vector<float>& v, int64_t n) {
     if ((int64_t)v.size() < n) v.resize(n);
   };

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <system_error>
+
 namespace paged {
 namespace {
 
@@ -13,18 +15,32 @@ inline void pause() {
 #endif
 }
 
-void wait_while(std::atomic<uint32_t>& value, uint32_t old) {
-  for (int i = 0; i < SPINS; i++) {
-    if (value.load(std::memory_order_acquire) != old) return;
+// Returns a value for which `enough` holds.
+template <class F> uint32_t wait_until(std::atomic<uint32_t>& value, F&& enough) {
+  uint32_t now = value.load(std::memory_order_acquire);
+  for (int i = 0; i < SPINS && !enough(now); i++) {
     pause();
+    now = value.load(std::memory_order_acquire);
   }
-  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+  while (!enough(now)) {
+    value.wait(now, std::memory_order_acquire);
+    now = value.load(std::memory_order_acquire);
+  }
+  return now;
 }
 
 }  // namespace
 
-Team::Team(int count) : count_(count) {
-  for (int i = 1; i < count; i++) threads_.emplace_back([this, i] { serve(i); });
+void Phase::finish(uint32_t own, int64_t total) {
+  if (own && done.fetch_add(own, std::memory_order_acq_rel) + own == (uint32_t)total) return done.notify_all();
+  wait_until(done, [&](uint32_t now) { return now == (uint32_t)total; });
+}
+
+Team::Team(int count) : count_(count > 1 ? count : 1) {
+  try {
+    for (int i = 1; i < count_; i++) threads_.emplace_back([this, i] { serve(i); });
+  } catch (const std::system_error&) {  // no more threads to be had: those that there are do the work
+  }
 }
 
 Team::~Team() {
@@ -34,39 +50,43 @@ Team::~Team() {
   for (auto& thread : threads_) thread.join();
 }
 
-void Team::run(void (*task)(void*, Worker&), void* context) {
+void Team::run(void (*task)(void*, const Worker&), void* context) {
   std::lock_guard<std::mutex> turn(one_run_);
-  task_ = task;
-  context_ = context;
-  Worker self{this, 0, count_};
   if (count_ > 1) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      task_ = task;
+      context_ = context;
+    }
     runs_.fetch_add(1, std::memory_order_release);
     runs_.notify_all();
   }
-  task(context, self);
-  self.barrier();
+  task(context, Worker{0, count_});
+  if (count_ > 1) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      task_ = nullptr;  // who comes now is too late
+    }
+    wait_until(helpers_, [](uint32_t now) { return now == 0; });
+  }
 }
 
 void Team::serve(int index) {
   uint32_t seen = 0;
   while (true) {
-    wait_while(runs_, seen);
-    seen++;
+    seen = wait_until(runs_, [&](uint32_t now) { return now != seen; });
     if (ended_.load()) return;
-    Worker self{this, index, count_};
-    task_(context_, self);
-    self.barrier();
-  }
-}
-
-void Team::barrier() {
-  uint32_t before = barriers_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == (uint32_t)count_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    barriers_.fetch_add(1, std::memory_order_release);
-    barriers_.notify_all();
-  } else {
-    wait_while(barriers_, before);
+    void (*task)(void*, const Worker&);
+    void* context;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      task = task_;
+      context = context_;
+      if (task) helpers_.fetch_add(1, std::memory_order_relaxed);
+    }
+    if (!task) continue;
+    task(context, Worker{index, count_});
+    if (helpers_.fetch_sub(1, std::memory_order_acq_rel) == 1) helpers_.notify_all();
   }
 }
 

@@ -30,7 +30,7 @@ def test_slots_of_no_position_are_empty() -> None:
 
 @pytest.mark.parametrize("position", [-1, 12, 100])
 def test_a_position_without_a_page_has_no_slot(position: int) -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"positions {position} to .* are not all within the capacity of 12"):
         BlockTable(4, [7, 3, 12]).slot(position)
 
 
@@ -38,6 +38,15 @@ def test_a_position_without_a_page_has_no_slot(position: int) -> None:
 def test_positions_beyond_the_pages_have_no_slots(start: int, stop: int) -> None:
     with pytest.raises(IndexError, match=f"positions {start} to {stop} are not all within the capacity of 12"):
         BlockTable(4, [7, 3, 12]).slots(start, stop)
+
+
+def test_positions_whose_page_has_left_the_window_have_no_slots() -> None:
+    table = BlockTable(4, [0, 3])
+    assert (table.slot(4), table.slots(4, 6).tolist(), table.slots(2, 2).tolist()) == (12, [12, 13], [])
+    with pytest.raises(IndexError, match="positions 3 to 4 are not all in the window"):
+        table.slot(3)
+    with pytest.raises(IndexError, match="positions 2 to 6 are not all in the window"):
+        table.slots(2, 6)
 
 
 def test_a_table_does_not_change_with_the_list_it_was_made_from() -> None:

@@ -68,6 +68,25 @@ def test_what_was_exported_does_not_change_with_the_manager() -> None:
     assert tables.tolist() == before
 
 
+def test_arrays_are_contiguous_and_the_callers_own() -> None:
+    manager, lengths = busy((None, 6))
+    manager.extend(0, 90)  # room beyond its tokens, which is left out
+    seq_lens = np.repeat(np.array([lengths[i] for i in (0, 3)], dtype=np.int32), 2)[::2]
+    for group in range(2):
+        tables = manager.tables([0, 3], group)
+        arrays = (
+            tables,
+            *export.padded(manager, [0, 3], seq_lens, group),  # type: ignore[arg-type]
+            *export.csr(manager, [0, 3], seq_lens, group),  # type: ignore[arg-type]
+            export.slots(manager, [0], [lengths[0] - 1], [lengths[0]], group),
+        )
+        assert all(array.flags.c_contiguous for array in arrays)
+        assert not any(np.shares_memory(array, manager._store.pages) for array in arrays)
+        assert not any(np.shares_memory(array, seq_lens) for array in arrays)
+        assert tables.dtype == np.int32
+        assert tables.tolist()[0] == manager.table(0, group).pages
+
+
 def test_no_sequence_gives_empty_arrays() -> None:
     manager, _ = busy()
     tables, seq_lens = export.padded(manager, [], [])

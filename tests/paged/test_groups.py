@@ -153,3 +153,39 @@ def test_a_page_of_full_attention_that_goes_takes_what_follows_with_it() -> None
 def test_windows_that_make_no_sense_are_refused(windows: Windows) -> None:
     with pytest.raises(ValueError, match="windows must hold"):
         KVCacheManager(8, PAGE_SIZE, windows=windows)
+
+
+def test_a_batch_extends_where_every_group_has_a_window_as_one_does() -> None:
+    """However long the table: the pages that have left the window take none."""
+    manager, tokens = KVCacheManager(5, PAGE_SIZE, windows=(8,)), ramp(100)
+    manager.allocate(1, tokens, 4)
+    manager.commit(1, tokens, 4)
+    for n in range(5, 101):
+        manager.extend_all([1], np.array([n]))
+        manager.commit_all([1], [tokens], np.array([n]))
+        manager.check()
+    assert manager.room(1) == 100
+
+
+def test_no_tokens_are_wanted_before_the_first_page_can_leave_a_window() -> None:
+    manager = KVCacheManager(20, PAGE_SIZE, windows=(None, 8, 2**63 - 1))
+    manager.allocate(1, ramp(4), 4)
+    manager.commit(1, ramp(4), 2)
+    manager.commit_all([1], [None], np.array([3]))  # type: ignore[list-item]
+    assert manager.num_computed(1) == 3
+    manager.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("window", range(1, 10))
+def test_the_peak_of_pages_is_what_is_held_at_most(page_size: int, window: int) -> None:
+    """Chunks begin at every token in turn, so at each place in a page."""
+    for chunk in range(1, 7):
+        manager = KVCacheManager(50, page_size, enable_prefix_caching=False, windows=(window,), poison=False)
+        manager.allocate(1, ramp(40), 0)
+        most = 0
+        for computed in range(40 - chunk):
+            manager.extend(1, computed + chunk)
+            most = max(most, manager.num_used)
+            assert peak_pages(computed + chunk, page_size, (window,), chunk) == most
+            manager.commit(1, ramp(40), computed + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +286,17 @@ def test_extend_beyond_the_pool_is_refused_with_the_numbers() -> None:
     assert_refused(manager, OutOfPages, lambda: manager.extend(1, 29), "5 pages wanted, 4 available of 7")
 
 
+def test_a_batch_that_is_refused_says_how_many_pages_it_wanted() -> None:
+    manager = KVCacheManager(6, PAGE_SIZE, windows=(None, None))
+    manager.allocate(1, ramp(3), 3)
+    for lengths, wanted in (([17], 8), ([2**63 - 1], 2 * (2**61 - 1))):
+        with pytest.raises(OutOfPages) as error:
+            manager.extend_all([1], np.array(lengths))
+        assert (error.value.wanted, error.value.available, error.value.total) == (wanted, 3, 5)
+        with pytest.raises(OutOfPages, match=str(error.value)):
+            manager.extend(1, lengths[0])
+
+
 def test_extend_takes_only_the_pages_that_are_missing() -> None:
     manager = full()
     manager.extend(1, 12)
@@ -327,7 +339,7 @@ def test_a_fork_needs_an_id_of_its_own() -> None:
     assert_refused(manager, PageStateError, lambda: manager.fork(1, 1), "sequence 1 has pages already")
 
 
-@pytest.mark.parametrize(("length", "computed"), [(9, 8), (9, -1), (9, 10), (20, 13)])
+@pytest.mark.parametrize(("length", "computed"), [(9, 8), (9, 0), (9, 10), (20, 13)])
 def test_commit_refuses_fewer_tokens_than_before_more_than_there_are_and_more_than_there_is_room_for(
     length: int, computed: int
 ) -> None:
@@ -545,6 +557,68 @@ def test_moves_give_each_branch_its_own_tokens() -> None:
         assert [content[slot // PAGE_SIZE][slot % PAGE_SIZE] for slot in slots] == history
 
 
+# Promises
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+@pytest.mark.parametrize("how", ["free", "truncate"])
+def test_a_page_that_several_compute_is_awaited_until_the_last_of_them_is_gone(gone: int, how: str) -> None:
+    manager, prompt = KVCacheManager(40, PAGE_SIZE), ramp(12)
+    for seq_id in (1, 2, 3):
+        manager.allocate(seq_id, prompt, 12)
+    order = [gone, *(i for i in (1, 2, 3) if i != gone)]
+    for i, seq_id in enumerate(order):
+        assert manager.computing(prompt) == min(order[i:])
+        if how == "free":
+            manager.free(seq_id)
+        else:
+            manager.truncate(seq_id, 0)
+        manager.check()
+    assert manager.computing(prompt) is None
+
+
+def test_who_is_ahead_promises_the_next_page_and_who_is_behind_still_the_one_before() -> None:
+    manager, prompt = KVCacheManager(40, PAGE_SIZE), ramp(12)
+    manager.allocate(1, prompt, 12)
+    manager.allocate(2, prompt, 12)
+    manager.commit(2, prompt, 4)
+    manager.check()
+    assert manager.computing(prompt) == 2, "of the second page"
+    manager.commit(1, prompt, 4)
+    manager.free(2)
+    assert manager.computing(prompt) == 1
+    manager.check()
+
+
+def test_a_forgotten_history_is_not_copied_at_each_page_that_follows_it() -> None:
+    manager, history = KVCacheManager(30_002, 1, poison=False), ramp(30_000)
+    manager.allocate(1, history, 1)
+    manager.commit(1, history, 1)
+    manager.reset()
+    manager.extend(1, 30_000)
+    manager.commit(1, history, 29_999)
+    tracemalloc.start()
+    manager.commit(1, history, 30_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30_000, "less than a byte a page"
+    assert manager.match(history) == 0
+
+
+def test_a_promise_ends_with_the_history_that_it_follows() -> None:
+    """The only page leaves its window as soon as it is computed, and is given up for another sequence."""
+    manager, history = KVCacheManager(4, PAGE_SIZE, windows=(1,)), ramp(12)
+    manager.allocate(1, history, 4)
+    manager.commit(1, history, 4)
+    manager.allocate(2, ramp(12, start=50), 12)
+    assert manager.match(history) == 0
+    manager.free(2)
+    manager.extend(1, 8)
+    manager.commit(1, history, 8)
+    assert not manager._promised
+    manager.check()
+
+
 def test_a_manager_knows_which_sequences_have_pages() -> None:
     manager = forked()
     assert (len(manager), 1 in manager, 2 in manager, 3 in manager) == (2, True, True, False)
@@ -612,6 +686,16 @@ def unfreeze(manager: KVCacheManager) -> None:
     manager._store.frozen[:] = False
 
 
+def lose_the_second_promise(manager: KVCacheManager) -> None:
+    manager.allocate(7, ramp(9, start=90), 9)
+    ((digest, owners),) = manager._promised.items()
+    manager._promised[digest] = owners[:1]
+
+
+def set_unused(name: str, value: int) -> Callable[[KVCacheManager], object]:
+    return lambda m: getattr(m._store, name).__setitem__(m._store._unused[-1], value)
+
+
 Fault = tuple[str, str, Callable[[KVCacheManager], object], str]
 FAULTS: list[Fault] = [
     ("_store", "a page dropped", lambda m: m._store.cut(row(m, 1), 2), "P1"),
@@ -629,7 +713,10 @@ FAULTS: list[Fault] = [
     ("_store", "fewer computed than published", set_in("num_computed", 1, 7), "P4"),
     ("_store", "a shared tail not known as such", unfreeze, "P2"),
     ("_store", "a row used twice", lambda m: m._store._unused.append(row(m, 1)), "P1"),
-    ("_store", "an unused row with pages", lambda m: m._store.num_pages.__setitem__(m._store._unused[0], 1), "P1"),
+    ("_store", "a new page said to be shared", set_in("frozen", 6, True), "P2"),
+    ("_store", "an unused row with pages", set_unused("num_pages", 1), "P1"),
+    ("_store", "an unused row with tokens", set_unused("num_computed", 1), "P1"),
+    ("_store", "an unused row said to be shared", set_unused("frozen", True), "P1"),
     ("_row_of", "another's", lambda m: m._row_of.update({1: row(m, 4)}), "P1"),
     ("_last_rows", "of others", lambda m: setattr(m, "_last_rows", ([1], np.array([row(m, 4)]))), "P1"),
     ("held.row", "another's", lambda m: setattr(m._held[1], "row", row(m, 4)), "P1"),
@@ -641,7 +728,10 @@ FAULTS: list[Fault] = [
     ("held.changes", "another page", lambda m: m._held[3].changes.append((0, 0, 7)), "P1"),
     ("held.changes", "past the end", lambda m: m._held[3].changes.append((0, 9, 7)), "P1"),
     ("held.promise", "lost", lambda m: setattr(m._held[6], "promise", None), "P3"),
-    ("_promised", "by one that is gone", lambda m: m._promised.update({b"x": 9}), "P3"),
+    ("_promised", "by one that is gone", lambda m: m._promised.update({b"x": (9,)}), "P3"),
+    ("_promised", "by nobody", lambda m: m._promised.update({b"x": ()}), "P3"),
+    ("_promised", "lost", lambda m: m._promised.clear(), "P3"),
+    ("_promised", "by one of two lost", lose_the_second_promise, "P3"),
     ("pages._moved", "a move too many", lambda m: m._pages._moved.update({pages(m, 4)[0]: 1}), "P1"),
     ("_held", "a sequence lost", lambda m: m._held.pop(4), "P1"),
     ("_held", "a sequence twice", lambda m: m._held.update({9: m._held[4]}), "P1"),

@@ -270,9 +270,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 stops[seq_id] = data.draw(st.integers(seq.computed + 1, len(seq.tokens)), label="computed")
         self.forward(stops, confirm, fails, at_once)
 
-    def forward(
-        self, stops: dict[int, int], confirm: bool = True, fails: bool = False, at_once: bool = False
-    ) -> None:
+    def forward(self, stops: dict[int, int], confirm: bool = True, fails: bool = False, at_once: bool = False) -> None:
         """One step: sequences by id, and how many tokens of each are computed after it."""
         if at_once:
             rows = stops if self.extend_all(stops) else {}
@@ -504,6 +502,7 @@ class ManagerMachine(RuleBasedStateMachine):
             lambda: manager.truncate(unknown, 0),
             lambda: manager.confirm_moves([*self.under_way, Move(1, 1)]),
         ]
+        negative: list[Callable[[], object]] = []
         if self.seqs:
             known = self.pick(data)
             seq = self.seqs[known]
@@ -511,14 +510,18 @@ class ManagerMachine(RuleBasedStateMachine):
             calls += [
                 lambda: manager.allocate(known, tokens, 1),
                 lambda: manager.fork(known, known),
-                lambda: manager.commit(known, seq.array, seq.computed - 1),
                 lambda: manager.commit(known, seq.array, len(seq.tokens) + 1),
-                lambda: manager.commit_all([known], [seq.array], np.array([seq.computed - 1])),
                 lambda: manager.commit_all([known], [seq.array], more + len(seq.pages[0]) * self.page_size),
                 lambda: manager.truncate(known, seq.computed + 1),
-                lambda: manager.truncate(known, -1),
             ]
-        self.refused(PageStateError, data.draw(st.sampled_from(calls)))
+            fewer = calls if seq.computed else negative
+            fewer += [
+                lambda: manager.commit(known, seq.array, seq.computed - 1),
+                lambda: manager.commit_all([known], [seq.array], np.array([seq.computed - 1])),
+            ]
+            negative += [lambda: manager.truncate(known, -1), lambda: manager.extend_all([known], np.array([-1]))]
+        call = data.draw(st.sampled_from([*calls, *negative]))
+        self.refused(ValueError if call in negative else PageStateError, call)
 
     # What holds after every rule
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from paged import KVCacheManager, OutOfPages, export
+from paged import InvariantError, KVCacheManager, OutOfPages, PageStateError, export
 from paged.prefix_cache import namespace
 
 Call = Callable[[KVCacheManager], Any]
@@ -54,8 +54,23 @@ WRONG: dict[str, tuple[type[Exception], Call]] = {
     "fewer arrays of tokens": (TypeError, lambda m: m.commit_all([0, 1], [ids(*range(6))], np.array([6, 6]))),
     "more tokens than numbers hold": (OutOfPages, lambda m: m.extend_all([0], np.array([2**63 - 1]))),
     "sums that numbers do not hold": (OutOfPages, lambda m: m.extend_all([0, 1], np.array([2**62, 2**62 + 2]))),
+    "negative lengths": (ValueError, lambda m: m.extend_all([0, 1], np.array([8, -5]))),
+    "negative number computed": (ValueError, lambda m: m.commit(0, ids(1), -1)),
+    "negative numbers computed": (ValueError, lambda m: m.commit_all([0, 1], [ids(1)] * 2, np.array([6, -5]))),
+    "computing of a text": (TypeError, lambda m: m.computing("nonsense")),  # type: ignore[arg-type]
+    "namespace of a text in computing": (TypeError, lambda m: m.computing(ids(1), "tenant")),  # type: ignore[arg-type]
     "a pin until no time": (ValueError, lambda m: m.pin(ids(*range(6)), math.nan)),
+    "a pin until a text": (TypeError, lambda m: m.pin(ids(*range(6)), "5")),  # type: ignore[arg-type]
+    "no time": (ValueError, lambda m: m.expire(math.nan)),
+    "a text as time": (TypeError, lambda m: m.expire("5")),  # type: ignore[arg-type]
     "a group that is not there": (ValueError, lambda m: m.table(0, -1)),
+    "a group that is not there, of no sequence": (ValueError, lambda m: export.slots(m, [], [], [], group=9)),
+    "positions of floats": (TypeError, lambda m: export.slots(m, [0], [0.9], [2.7])),  # type: ignore[list-item]
+    "half a page published": (ValueError, lambda m: m.prefix_cache.publish(ids(1, 2), (3,), [])),
+    "more pages given up than nobody owns": (KeyError, lambda m: m.prefix_cache.evict(3)),
+    "fewer pages than none": (ValueError, lambda m: m.allocator.allocate(-3)),
+    "references to a page before the first": (PageStateError, lambda m: m.allocator.ref_count(-1)),
+    "references to a page past the last": (PageStateError, lambda m: m.allocator.ref_count(12)),
     "lengths of floats": (TypeError, lambda m: export.padded(m, [0], [3.9])),  # type: ignore[list-item]
 }
 
@@ -100,7 +115,16 @@ def test_sequences_may_come_in_any_container(container: Callable[[Any], Any]) ->
     manager.check()
 
 
-@pytest.mark.parametrize("windows", [(2.5,), (math.nan,), (True,), (0,), ()])
+def test_a_pin_whose_time_is_a_number_of_another_kind_ends() -> None:
+    manager = used()
+    assert manager.pin(ids(*range(50, 59)), np.int64(5)) == 8  # type: ignore[arg-type]
+    manager.expire(np.float32(4.5))  # type: ignore[arg-type]
+    assert "p" in manager.explain().text().split("\n")[1]
+    manager.expire(5)
+    assert "p" not in manager.explain().text().split("\n")[1]
+
+
+@pytest.mark.parametrize("windows", [(2.5,), (math.nan,), (True,), (0,), (2**63,), ()])
 def test_a_window_is_a_whole_number_of_tokens(windows: Any) -> None:
     with pytest.raises(ValueError, match="windows must hold"):
         KVCacheManager(12, 4, windows=windows)
@@ -140,3 +164,26 @@ def test_a_drawing_is_xml_whatever_a_request_is_called() -> None:
     manager.allocate(0, ids(*range(6)), 6, label="a\x00<b>\x1b\ud800&\U0001f600")
     drawn = manager.explain().svg()
     assert "\U0001f600" in "".join(ElementTree.fromstring(drawn.encode()).itertext())
+
+
+def test_a_label_takes_one_line_whatever_is_in_it() -> None:
+    manager = KVCacheManager(12, 4)
+    manager.allocate(0, ids(*range(6)), 6, label="a\nb\u2028c")
+    text = manager.explain().text()
+    assert len(text.splitlines()) == 4
+    assert text.endswith("\na\\nb\\u2028c (sequence 0): 1-2")
+    with pytest.raises(InvariantError, match=r"^P1: .*a\\nb\\u2028c \(sequence 0\) holds pages 1-2$"):
+        manager.check(idle=True)
+
+
+def test_every_mark_and_colour_of_a_drawing_is_explained() -> None:
+    manager = used()
+    for i in range(2, 12):
+        manager.fork(0, i)
+    assert "9 by nine or more" in manager.explain().text()
+    brown, what = 'fill="#8a6d3b"', "cached and pinned"
+    drawn = manager.explain().svg()
+    assert (drawn.count(brown), what in drawn) == (0, False)
+    manager.pin(ids(*range(50, 59)), 1.0)
+    drawn = manager.explain().svg()
+    assert (drawn.count(brown), what in drawn) == (3, True)

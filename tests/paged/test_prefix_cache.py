@@ -9,6 +9,7 @@ import random
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,8 +258,19 @@ def test_the_least_recently_used_chain_goes_first() -> None:
 def test_evicting_with_every_page_owned_raises() -> None:
     manager = KVCacheManager(4, PAGE_SIZE)
     run(manager, 1, P)
-    with pytest.raises(KeyError, match="no page without an owner"):
+    with pytest.raises(KeyError, match="0 pages without an owner, 1 wanted"):
         manager.prefix_cache.evict()
+
+
+def test_evicting_more_than_there_is_changes_nothing() -> None:
+    made = PrefixCache(PAGE_SIZE)
+    publish(made, tokens(0, 1, 2, 3, 4, 5, 6, 7), [3, 4], [], 8)
+    made.park([4, 3])
+    before = snapshot.of_cache(made)
+    with pytest.raises(KeyError, match="2 pages without an owner, 3 wanted"):
+        made.evict(3)
+    assert snapshot.of_cache(made) == before
+    assert made.evict(2) == [4, 3]
 
 
 def test_what_only_a_forgotten_page_led_to_is_forgotten_too() -> None:
@@ -515,3 +527,13 @@ def test_check_names_the_invariant_of_a_planted_fault(
 def test_a_fault_is_planted_in_every_attribute_that_holds_state() -> None:
     state = set(vars(cache())) - {"page_size", "windows", "_digest"} | {f"entry.{name}" for name in Entry.__slots__}
     assert {fault[0] for fault in FAULTS} == state
+
+
+def test_checking_many_siblings_takes_no_longer_than_as_many_others() -> None:
+    """Looking for each among all of them would take a minute."""
+    made = PrefixCache(1)
+    for i in range(50_000):
+        made.publish(tokens(i), (i + 1,), [])
+    before = time.process_time()
+    made.check()
+    assert time.process_time() - before < 5

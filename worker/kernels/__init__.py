@@ -58,25 +58,27 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """out = x / sqrt(mean(x^2) + eps) * weight; with `add`, out += that"""
+    """out += x / sqrt(mean(x^2) + eps) * weight"""
 
     x: Tensor
     weight: Tensor  # [n] float32
     out: Tensor
     eps: float
-    add: bool = False
-    few: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """out = x W^T; with `add`, out += that"""
+    """out = x W^T; with `add`, out += that. x is taken as it is; or with `norm` normed, as `Norm` does; or with `gated`
+    as f(gate) * up, gate and up being the halves of each row."""
 
-    x: Tensor
+    x: Tensor  # [tokens, k]; with `gated` [tokens, 2 * k]
     matrix: Matrix
     out: Tensor
     add: bool = False
     few: bool = False
+    norm: Tensor | None = None  # [k] float32
+    eps: float = 0.0
+    gated: Function | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +109,6 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
-    """out = f(gate) * up, gate and up being the halves of each row"""
-
-    gate_up: Tensor  # [tokens, 2 * n]
-    out: Tensor
-    function: Function
-
-
-@dataclass(frozen=True, slots=True)
 class Gather:
     """The rows that sample."""
 
@@ -131,4 +124,4 @@ class Argmax:
     out: Tensor  # [sampled] int64
 
 
-Operation = Embed | Norm | Linear | Rotary | Attention | Activation | Gather | Argmax
+Operation = Embed | Norm | Linear | Rotary | Attention | Gather | Argmax

@@ -14,7 +14,7 @@ from worker import kernels
 from worker.kernels import Frame, Operation
 
 _pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_FUNCTIONS = {"silu": 0, "gelu_tanh": 1}
+_PLAIN, _NORMED, _GATED = 0, 1, {"silu": 2, "gelu_tanh": 3}
 
 
 class _Embed(library.Operation):
@@ -28,7 +28,6 @@ class _Norm(library.Operation):
         ("out", _pointer),
         ("n", _int64),
         ("eps", _float),
-        ("add", _int32),
     )
 
 
@@ -41,6 +40,9 @@ class _Linear(library.Operation):
         ("k", _int64),
         ("format", _int32),
         ("add", _int32),
+        ("input", _int32),
+        ("eps", _float),
+        ("norm", _pointer),
     )
 
 
@@ -58,10 +60,6 @@ class _Rotary(library.Operation):
     )
 
 
-class _Activation(library.Operation):
-    _fields_ = (("gate_up", _pointer), ("out", _pointer), ("n", _int64), ("function", _int32))
-
-
 class _Rows(library.Operation):  # Gather and Argmax
     _fields_ = (("x", _pointer), ("out", _pointer), ("n", _int64))
 
@@ -71,12 +69,22 @@ class Program:
 
     def __init__(self, operations: SequenceOf[Operation], team: library.Team) -> None:
         self.operations = tuple(operations)
+        plans: dict[int, tuple[int | None, int, int]] = {}  # a group's sequences are cut into work once for all layers
+        for it in operations:
+            if isinstance(it, kernels.Attention):
+                shape = it.window, it.kv.k.shape[1], it.heads // it.kv.k.shape[2]
+                assert it.kv.group < team.groups
+                assert plans.setdefault(it.kv.group, shape) == shape
         self._team = team
         self._structures = [_structure(operation) for operation in operations]
         self._pointers = library.pointers_to(self._structures)
 
     def run(self, frame: Frame, seconds: Tensor | None = None) -> None:
         """Run all. seconds: float64 [operations], to which the time of each is added."""
+        for rows in (frame.token_ids, frame.positions, frame.sampled):
+            assert rows.dtype == torch.int64
+            assert rows.is_contiguous()
+        assert len(frame.metas) == self._team.groups
         groups = [sequences_of(meta) for meta in frame.metas]
         kept = [tensor for _, tensors in groups for tensor in tensors]
         sequences = (library.Sequences * len(groups))(*(structure for structure, _ in groups))
@@ -121,13 +129,15 @@ def _structure(it: Operation) -> library.Operation:
             return _Embed(library.EMBED, 0, _address(it.table), _address(it.out), n, format_, it.scale)
         case kernels.Norm():
             x, weight, out = _address(it.x), _address(it.weight), _address(it.out)
-            return _Norm(library.NORM, it.few, x, weight, out, len(it.weight), it.eps, it.add)
+            return _Norm(library.NORM, 0, x, weight, out, len(it.weight), it.eps)
         case kernels.Linear():
             x, out, matrix = _address(it.x), _address(it.out), it.matrix
-            assert (it.x.shape[1], it.out.shape[1]) == (matrix.k, matrix.n)
-            format_ = library.FORMATS[matrix.format]
-            packed = _address(matrix.packed)
-            return _Linear(library.LINEAR, it.few, x, packed, out, matrix.n, matrix.k, format_, it.add)
+            assert (it.x.shape[1], it.out.shape[1]) == (matrix.k * (2 if it.gated else 1), matrix.n)
+            assert not (it.gated and it.norm is not None)
+            sizes, format_ = (matrix.n, matrix.k), library.FORMATS[matrix.format]
+            packed, norm = _address(matrix.packed), _address(it.norm)
+            input_ = _GATED[it.gated] if it.gated else _PLAIN if norm is None else _NORMED
+            return _Linear(library.LINEAR, it.few, x, packed, out, *sizes, format_, it.add, input_, it.eps, norm)
         case kernels.Rotary():
             pages, kv = pages_of(it.kv.k, it.kv.v), it.kv
             cos, sin, q_norm, k_norm = map(_address, (it.cos, it.sin, it.q_norm, it.k_norm))
@@ -140,9 +150,6 @@ def _structure(it: Operation) -> library.Operation:
             return library.Attention(
                 library.ATTENTION, 0, q, out, stride, pages, it.heads, it.scale, it.soft_cap, group, window
             )
-        case kernels.Activation():
-            gate_up, out, n = _address(it.gate_up), _address(it.out), it.out.shape[1]
-            return _Activation(library.ACTIVATION, 0, gate_up, out, n, _FUNCTIONS[it.function])
         case kernels.Gather():
             return _Rows(library.GATHER, 1, _address(it.x), _address(it.out), it.x.shape[1])
         case kernels.Argmax():

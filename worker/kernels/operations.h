@@ -1,16 +1,17 @@
-// A step of a model as a list of operations on float32 buffers: what Python builds (worker/kernels/operations.py has the same
-// fields in the same order) and the team of threads goes through, with a barrier after each operation.
+// A step of a model as a list of operations on float32 buffers: what Python builds (worker/kernels/native.py has the same
+// fields in the same order) and the team of threads goes through, one operation after another.
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "../../paged/kernels/attention.h"
 
 namespace paged {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, ACTIVATION, GATHER, ARGMAX, WRITE };
-enum Function : int32_t { SILU = 0, GELU_TANH = 1 };
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE };
+enum Input : int32_t { PLAIN = 0, NORMED = 1, SILU = 2, GELU_TANH = 3 };  // what a linear makes of x first
 
 // What changes from step to step.
 struct Frame {
@@ -36,21 +37,23 @@ struct Embed : Operation {  // out [tokens, n] = table[token] * scale
   float scale;
 };
 
-struct Norm : Operation {  // out = x / sqrt(mean(x^2) + eps) * weight; or out += that
+struct Norm : Operation {  // out += x / sqrt(mean(x^2) + eps) * weight
   const float* x;          // [rows, n]
   const float* weight;     // [n]
   float* out;              // [rows, n]
   int64_t n;
   float eps;
-  int32_t add;
 };
 
-struct Linear : Operation {  // out = x W^T; or out += that
-  const float* x;            // [rows, k]
+// out = y W^T; or out += that. y: x; or x / sqrt(mean(x^2) + eps) * norm; or f(gate) * up of x = (gate, up).
+struct Linear : Operation {
+  const float* x;            // [rows, k], with gates [rows, 2 * k]
   const void* weight;        // W [n, k], packed (linear.inc)
   float* out;                // [rows, n]
   int64_t n, k;
-  int32_t format, add;
+  int32_t format, add, input;
+  float eps;
+  const float* norm;  // [k], or none
 };
 
 struct Rotary : Operation {  // rotates q in place; rotates k and writes it, and v, to the slots
@@ -67,13 +70,6 @@ struct Rotary : Operation {  // rotates q in place; rotates k and writes it, and
 struct Attention : Operation {
   AttentionCall call;
   int64_t group, window;
-};
-
-struct Activation : Operation {  // out = f(gate) * up
-  const float* gate_up;          // [rows, 2 * n]
-  float* out;                    // [rows, n]
-  int64_t n;
-  int32_t function;
 };
 
 struct Gather : Operation {  // the sampled rows
@@ -97,6 +93,7 @@ struct Write : Operation {  // k and v [tokens, kv_heads * head_dim] to the slot
 
 // What the operations of one run share.
 struct Shared {
+  std::mutex one_run;  // callers from several threads take turns
   const Frame* frame;
   std::vector<AttentionPlan> plans;  // of each group
   AttentionRoom room;
@@ -105,10 +102,10 @@ struct Shared {
 
 struct Instructions {  // what one instruction set offers
   const char* name;
-  void (*run)(const Operation* const* operations, int64_t count, Shared& shared, Counter* counters, double* seconds,
-              Worker& worker);
+  void (*run)(const Operation* const* operations, int64_t count, Shared& shared, Phase* phases, double* seconds,
+              const Worker& worker);
   void (*pack)(Format format, const float* weight, int64_t n, int64_t k, void* packed);
-  int64_t (*prepared_bytes)(Format format, int64_t rows, int64_t k);
+  int64_t (*prepared_bytes)(const Linear& op, int64_t rows);
 };
 
 int64_t packed_bytes(Format format, int64_t n, int64_t k);

@@ -28,9 +28,9 @@ def run_one(it: Operation, frame: Frame) -> None:
         case kernels.Embed():
             it.out[:rows] = it.table[frame.token_ids].float() * it.scale
         case kernels.Norm():
-            _put(it.out[:rows], rms_norm(it.x[:rows], it.weight, it.eps), it.add)
+            it.out[:rows] += rms_norm(it.x[:rows], it.weight, it.eps)
         case kernels.Linear():
-            _put(it.out[:rows], linear(_rounded(it.x[:rows], it.matrix.format), unpack(it.matrix)), it.add)
+            _put(it.out[:rows], linear(_rounded(_input(it, rows), it.matrix.format), unpack(it.matrix)), it.add)
         case kernels.Rotary():
             _rotary(it, frame)
         case kernels.Attention():
@@ -40,13 +40,19 @@ def run_one(it: Operation, frame: Frame) -> None:
                 raise NotImplementedError("the reference of attention has no soft cap")
             attended = paged_attention(q, it.kv.k, it.kv.v, frame.metas[it.kv.group], it.scale, it.window)
             it.out[:rows] = attended.flatten(1)
-        case kernels.Activation():
-            gate, up = it.gate_up[:rows].chunk(2, dim=-1)
-            it.out[:rows] = (silu(gate) if it.function == "silu" else gelu(gate, approximate="tanh")) * up
         case kernels.Gather():
             it.out[: len(frame.sampled)] = it.x[frame.sampled]
         case kernels.Argmax():
             it.out[: len(frame.sampled)] = it.x[: len(frame.sampled)].argmax(dim=-1)
+
+
+def _input(it: kernels.Linear, rows: int) -> Tensor:
+    if it.norm is not None:
+        return rms_norm(it.x[:rows], it.norm, it.eps)
+    if it.gated is None:
+        return it.x[:rows]
+    gate, up = it.x[:rows].chunk(2, dim=-1)
+    return (silu(gate) if it.gated == "silu" else gelu(gate, approximate="tanh")) * up
 
 
 def _put(out: Tensor, value: Tensor, add: bool) -> None:
@@ -71,9 +77,11 @@ def unpack(matrix: Matrix) -> Tensor:
     panels = -(-n // PANEL)
     if matrix.format in ("int8", "int4"):
         quads = 8 if matrix.format == "int8" else 4
-        groups = packed.view(panels, -1, 2 * PANEL + quads * PANEL * 4)  # a panel's groups of 32 along k
-        scales = groups[..., : 2 * PANEL].contiguous().view(torch.float16).float()  # [panels, groups, 16]
-        values = groups[..., 2 * PANEL :].reshape(panels, -1, quads, PANEL, 4).int()
+        count, size = -(-k // GROUP), quads * PANEL * 4
+        panel = packed.view(panels, -1)
+        scales = panel[:, count * size : count * (size + 2 * PANEL)].contiguous().view(torch.float16).float()
+        scales = scales.view(panels, count, PANEL)
+        values = panel[:, : count * size].reshape(panels, count, quads, PANEL, 4).int()
         values = values - 128 if matrix.format == "int8" else torch.cat((values % 16, values // 16), dim=2) - 8
         wide = values.float() * scales[:, :, None, :, None]  # [panels, groups, quads, 16, 4]
         return wide.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, -1)[:n, :k]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paged import kernels
 from paged.kernels import build
 
 HOME = Path(__file__).parents[3]  # the checkout, which has the sources
@@ -19,6 +20,7 @@ from pathlib import Path
 sys.path[:0] = [HOME, HOME + "/tests", HOME + "/tests/paged/kernels", HOME + "/tests/worker/kernels"]
 from paged import kernels
 kernels.library.cache_clear()
+kernels.digest_of_sources = str  # whatever it was built from
 kernels._HERE = Path(LIBRARY).parent
 torch.set_num_threads(2)
 import test_attention, test_operations
@@ -42,12 +44,28 @@ def sources_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "HERE", HOME / "paged" / "kernels")
 
 
+def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of sources without a build: its structures may differ."""
+    target = tmp_path / build.LIBRARY
+    build.build(target, extra=("-O0",))
+    monkeypatch.setattr(kernels, "_HERE", tmp_path)
+    loaded = kernels.Library(target)
+    assert loaded.sets
+    monkeypatch.setattr(kernels, "digest_of_sources", lambda: "0123")
+    with pytest.raises(OSError, match="other sources"):
+        kernels.Library(target)
+    assert kernels.library.__wrapped__() is None
+    assert "does not fit these sources" in kernels.why_not()
+
+
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler", "g++ -fno-such-flag"])
 def test_without_a_compiler_that_works_the_reason_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiler: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     target = tmp_path / "kernels" / build.LIBRARY
+    target.parent.mkdir()
+    target.write_text("of other sources")
     build.build_or_explain(target)
     assert not target.exists()
     reason = (target.parent / build.REASON).read_text()
@@ -116,7 +134,7 @@ def test_address_sanitizer_would_notice(tmp_path: Path, monkeypatch: pytest.Monk
             if file.suffix in (".cpp", ".h", ".inc", ".py"):
                 (sources / folder / file.name).write_bytes(file.read_bytes())
     norm = sources / "worker" / "kernels" / "norm.inc"
-    broken = norm.read_text().replace("(row = counters[0].claim()) < rows;", "(row = counters[0].claim()) <= rows;")
+    broken = norm.read_text().replace("phases[0].each(rows,", "phases[0].each(rows + 1,")
     assert broken != norm.read_text()
     norm.write_text(broken)
     monkeypatch.setattr(build, "HERE", sources / "paged" / "kernels")
