@@ -41,9 +41,10 @@ def main() -> None:
     if library is None:
         raise SystemExit(f"native kernels are not here: {kernels.why_not()}")
     threads, turns, layers = torch.get_num_threads(), 3 if args.quick else 15, 4 if args.quick else LAYERS
-    ceilings = measure(threads)
+    ceilings = measure(threads, kernels.FORMATS)
     print(f"{library.sets[-1]}, {threads} threads; memory read {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, ", end="")
-    print(f"float32 multiply {ceilings['float32_flops'] / 1e9:.0f} GFLOP/s")
+    rates = {name: ceilings[f"{name}_operations_per_s"] / 1e9 for name in kernels.FORMATS}
+    print("multiply, 10^9 operations/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
     figures = {
         "linears": linears(layers, turns, threads, ceilings),
         "attention": attention(turns),
@@ -95,7 +96,7 @@ def linears(layers: int, turns: int, threads: int, ceilings: dict[str, float]) -
     sizes = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0625, "int4": 0.5625}
     for name, size in sizes.items():
         share = [
-            max(macs * size / ceilings["read_bytes_per_s"], 2 * macs * rows / ceilings["float32_flops"])
+            max(macs * size / ceilings["read_bytes_per_s"], 2 * macs * rows / ceilings[f"{name}_operations_per_s"])
             * 1000
             / statistics.median(results[str(rows)][name])
             for rows in (1, 8, 32, 256)

@@ -2,9 +2,9 @@
 
 A workload is a list of {"prompt": [token ids], "out": n}: greedy, exactly n tokens, all submitted at once. Every one
 runs several times, from an empty prefix cache, after the one named WARM. Of each run's steps the least time is known
-that its matrix products take: reading the weights once, or multiplying at the float32 rate that was measured, whichever
-is more. The share of the ceiling is the sum of those over the wall time; attention, which is not in it, has to come out
-of the rest, and int8 may do better than float32's rate where the processor has instructions for it.
+that its matrix products take: reading the weights once, or multiplying at the rate that was measured for their format,
+whichever is more. The share of the ceiling is the sum of those over the wall time; attention is not in it, and has to
+come out of the rest.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paged.errors import ConfigError
 from paged.layout import DTYPE_BYTES
+from worker.packing import head_format
 from worker.step import SamplingParams
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ class _Timed:
             self.seconds += time.perf_counter() - start
 
 
+def formats(llm: LLM) -> tuple[str, str]:
+    """Of the layers' matrices, and of the head."""
+    return llm.config.quantization or llm.plan.dtype, head_format(llm.plan.dtype, llm.config.quantization)
+
+
 class Bench:
     """Runs workloads on one engine. ceilings: as worker/ceilings.py measures them."""
 
@@ -111,7 +117,8 @@ class Bench:
         model = llm.model_config
         embedding = model.vocab_size * model.hidden_size
         matrices = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2)
-        self._flops = 2 * matrices / ceilings["float32_flops"], 2 * embedding / ceilings["float32_flops"]
+        layers, head = (ceilings[f"{format_}_operations_per_s"] for format_ in formats(llm))
+        self._multiply = 2 * matrices / layers, 2 * embedding / head
         # Of an embedding that is not the head itself a step reads few rows.
         apart = llm.plan.backend == "native" or not model.tie_word_embeddings
         read = llm.plan.weight_bytes - (embedding * DTYPE_BYTES[llm.plan.dtype] if apart else 0)
@@ -144,7 +151,7 @@ class Bench:
             wall_s=wall,
             first_token_s=statistics.median(first.values()),
             token_s=statistics.median(each) if each else 0.0,
-            least_s=sum(max(self._read, self._flops[0] * n + self._flops[1] * few) for n, few in timed.steps),
+            least_s=sum(max(self._read, self._multiply[0] * n + self._multiply[1] * few) for n, few in timed.steps),
             tokens=[tokens[str(i)] for i in range(len(requests))],
             parts=self._parts(wall, timed.seconds),
         )

@@ -175,13 +175,11 @@ def bench_offline(
     llm = LLM.from_config(replace(config, max_num_seqs=min(config.max_num_seqs, bench.MAX_RUNNING)))
     if profile and llm.plan.backend != "native":
         raise ConfigError(f"a profile needs the native kernels, and the backend is {llm.plan.backend}")
-    found = measure(llm.plan.threads)
-    ceilings = {
-        "memory read, GB/s": found["read_bytes_per_s"] / 1e9,
-        "float32 multiply, GFLOP/s": found["float32_flops"] / 1e9,
-    }
-    for name, value in ceilings.items():
-        print(f"{name:28}{value:8.1f}")
+    found = measure(llm.plan.threads, dict.fromkeys(bench.formats(llm)))
+    print(f"{'memory read, GB/s':34}{found['read_bytes_per_s'] / 1e9:8.1f}")
+    for format_ in dict.fromkeys(bench.formats(llm)):
+        name = f"{format_} multiply, 10^9 operations/s"
+        print(f"{name:34}{found[f'{format_}_operations_per_s'] / 1e9:8.0f}")
     kind = config.quantization or llm.plan.dtype
     print(f"{llm.model_name}, {kind}, {llm.plan.threads} threads, {llm.plan.backend_reason}", flush=True)
 

@@ -94,9 +94,7 @@ class Engine:
         cache_salt: share pages only with requests of the same salt. Raises RequestError, which names the field, for an
         id in use and for what can never fit.
         """
-        request = self.resolve(
-            request_id, prompt_token_ids, params, prompt=prompt, chat=chat, cache_salt=cache_salt
-        )
+        request = self.resolve(request_id, prompt_token_ids, params, prompt=prompt, chat=chat, cache_salt=cache_salt)
         self.queue(request, stream)
 
     def queue(self, request: Request, stream: bool = False) -> None:

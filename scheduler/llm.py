@@ -1,10 +1,10 @@
 """LLM: the front door. A model, an engine over it, and text in and out, in one object.
 
-    from paged import LLM, SamplingParams
+from paged import LLM, SamplingParams
 
-    llm = LLM("smollm2")
-    for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
-        print(output.outputs[0].text)
+llm = LLM("smollm2")
+for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+    print(output.outputs[0].text)
 """
 
 from __future__ import annotations
@@ -202,9 +202,7 @@ class LLM:
         self._ids = itertools.count()
         self._mail: dict[str, list[RequestOutput]] = {}
 
-    def generate(
-        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Params = None
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Continue each prompt; the answers in the order of the prompts.
 
         prompts: one or a list of texts or lists of token ids. sampling_params: one for all, or one for each. Raises

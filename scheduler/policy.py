@@ -38,8 +38,10 @@ class Limits:
         """Most tokens, the last sampled one included, that each of so many sequences can come to."""
         # bisect finds the first length that does not fit
         fits = range(num_prompt, self.max_model_len)  # tokens whose K and V are stored
-        stored = num_prompt - 1 + bisect_right(
-            fits, self.num_pages, key=lambda tokens: self.pages(tokens, num_prompt, num_sequences)
+        stored = (
+            num_prompt
+            - 1
+            + bisect_right(fits, self.num_pages, key=lambda tokens: self.pages(tokens, num_prompt, num_sequences))
         )
         return min(stored + 1, self.max_model_len)
 

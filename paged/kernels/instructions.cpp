@@ -10,6 +10,7 @@
 #include "../../worker/kernels/activation.inc"
 #include "../../worker/kernels/lookup.inc"
 #include "../../worker/kernels/linear.inc"
+#include "../../worker/kernels/ceiling.inc"
 
 namespace PAGED_ISA {
 
@@ -31,6 +32,7 @@ void run_one(const paged::Operation& op, paged::Shared& shared, paged::Phase* ph
     case paged::GATHER: return gather((const paged::Gather&)op, frame, phases);
     case paged::ARGMAX: return argmax((const paged::Argmax&)op, rows, phases);
     case paged::WRITE: return write_kv((const paged::Write&)op, frame, phases);
+    case paged::MULTIPLY: return multiply((const paged::Multiply&)op, phases, worker);
   }
 }
 

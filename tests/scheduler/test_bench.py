@@ -35,7 +35,7 @@ def test_figures_of_every_workload_are_printed_and_written(tmp_path: Path) -> No
     settings = ("--repeat", "2", "--kv-memory", "64MiB", "--dtype", "float32")
     first = bench(tmp_path, *settings, "--profile", "--json", "out.json")
     assert first.returncode == 0, first.stderr
-    assert "GFLOP/s" in first.stdout
+    assert "float32 multiply" in first.stdout
     found = json.loads((tmp_path / "out.json").read_text())
     assert found.keys() == {"machine", "commit", "command", "ceilings", "results"}
     assert found["results"].keys() == {"A", "B"}
@@ -43,7 +43,7 @@ def test_figures_of_every_workload_are_printed_and_written(tmp_path: Path) -> No
         assert it["wall_s"] == min(it["samples"]) > it["first_token_s"] > 0
         assert len(it["samples"]) == 2
         assert it["output_tokens"] == sum(request["out"] for request in WORKLOADS[name])
-        assert 0 < it["share_of_ceiling"] < 2
+        assert 0 < it["share_of_ceiling"] < 1.5
         assert it["peak_memory_bytes"] > 100 * 2**20
         assert it["agrees"] is None
         assert sum(it["parts_s"].values()) == pytest.approx(it["wall_s"])

@@ -275,10 +275,7 @@ def test_beams_share_pages_and_find_the_likeliest(width: int, preempted_at: int 
     if preempted_at is not None:
         rig.scheduler._preempt(family)
     rig.run()
-    best = sorted(
-        (-sum(logprob for _, logprob in path), path)
-        for path in paths(PROMPT, 5, width)
-    )[:width]
+    best = sorted((-sum(logprob for _, logprob in path), path) for path in paths(PROMPT, 5, width))[:width]
     assert len(family.sequences) == width
     found = [-(sequence.cumulative_logprob or 0.0) for sequence in family.sequences]
     assert found == [score for score, _ in best]
@@ -289,9 +286,7 @@ def paths(prompt: list[int], length: int, width: int) -> list[list[tuple[int, fl
     """All continuations by the `width` likeliest tokens."""
     found: list[list[tuple[int, float]]] = [[]]
     for _ in range(length):
-        found = [
-            [*path, step] for path in found for step in scores(prompt + [token for token, _ in path])[:width]
-        ]
+        found = [[*path, step] for path in found for step in scores(prompt + [token for token, _ in path])[:width]]
     return found
 
 

@@ -303,9 +303,7 @@ def test_a_job_and_other_users_of_the_engine_get_their_own_outputs(llm: LLM, tmp
     assert {answer.outputs[0].text for answer in answers} == {alone.outputs[0].text}
 
 
-def run_beside(
-    llm: LLM, folder: Path, lines: list[Any], other: Callable[[], object]
-) -> tuple[Records, JobProgress]:
+def run_beside(llm: LLM, folder: Path, lines: list[Any], other: Callable[[], object]) -> tuple[Records, JobProgress]:
     """A job in whose progress, the first time, something else is done on the same engine; and another job too."""
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     calls = 0

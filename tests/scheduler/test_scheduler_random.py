@@ -67,9 +67,7 @@ class Load:
     def add(self, name: str) -> None:
         wanted = self.draw(name)
         try:
-            policy.resolve_max_tokens(
-                len(wanted.prompt_token_ids), wanted.max_tokens, False, self.rig.scheduler.limits
-            )
+            policy.resolve_max_tokens(len(wanted.prompt_token_ids), wanted.max_tokens, False, self.rig.scheduler.limits)
         except RequestError:
             return
         self.added[name] = self.rig.add_family(wanted)

@@ -10,7 +10,7 @@
 
 namespace paged {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE };
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE, MULTIPLY };
 enum Input : int32_t { PLAIN = 0, NORMED = 1, SILU = 2, GELU_TANH = 3 };  // what a linear makes of x first
 
 // What changes from step to step.
@@ -89,6 +89,18 @@ struct Write : Operation {  // k and v [tokens, kv_heads * head_dim] to the slot
   const float* v;
   Pages pages;
   int64_t group;
+};
+
+struct Multiplied {
+  int64_t operations;
+  float result;
+};
+
+struct Multiply : Operation {  // multiplies and adds on every thread, on registers alone
+  int64_t repeats;
+  int32_t format;
+  float value;
+  Multiplied* done;  // [threads]: operations, two in a multiply-add, and what came out
 };
 
 // What the operations of one run share.
