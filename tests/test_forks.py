@@ -47,9 +47,11 @@ def beams_of_transformers(model: Any, prompt: list[int], width: int, length: int
             output_scores=True,
             **more,
         )
-    ends = set(model.generation_config.eos_token_id if isinstance(model.generation_config.eos_token_id, list) else [
+    ends = set(
         model.generation_config.eos_token_id
-    ])
+        if isinstance(model.generation_config.eos_token_id, list)
+        else [model.generation_config.eos_token_id]
+    )
     results = []
     for row, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
         tokens = row[len(prompt) :]

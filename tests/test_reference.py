@@ -104,9 +104,7 @@ def test_a_workload_equals_transformers_when_preempted(smollm2: Checkpoint, name
     """W3 is one request, which nothing could preempt: it runs twice. W2's prompts must begin together to collide."""
     wanted = requests(name) * (2 if name == "W3" else 1)
     budget = 8192 if name == "W2" else 512
-    with engine(
-        kv_memory=bytes_for(tokens), enable_prefix_caching=False, max_num_batched_tokens=budget
-    ) as llm:
+    with engine(kv_memory=bytes_for(tokens), enable_prefix_caching=False, max_num_batched_tokens=budget) as llm:
         assert_equal(answers(llm, wanted), wanted)
         stats = llm.engine.stats
         assert stats.recomputed_tokens >= 0.05 * stats.computed_tokens, stats

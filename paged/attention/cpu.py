@@ -28,25 +28,50 @@ def paged_attention(
 
     instructions: one of `library().sets`; share: read pages that sequences share once, which changes no bit.
     """
-    wide = q.float().contiguous()
-    out = torch.empty_like(wide)
-    tokens, heads, dim = q.shape
-    operation = kernels.Attention(
-        kernels.ATTENTION, 0, wide.data_ptr(), out.data_ptr(), heads * dim, pages_of(k_pages, v_pages), heads, scale,
-        soft_cap, 0, window or 0,
-    )  # fmt: skip
-    frame, _kept = frame_of(meta, tokens)
-    _team(torch.get_num_threads(), instructions).run([operation], frame, share)
-    return out.to(q.dtype)
+    tables = meta.query_start, meta.seq_lens, meta.block_tables
+    out: Tensor = _attention(q, k_pages, v_pages, *tables, scale, window or 0, soft_cap, instructions, share)
+    return out
 
 
 def write(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, instructions: str | None = None
 ) -> None:
     """Write k and v [tokens, kv_heads, head_dim] to the slots of the metadata."""
+    _write(k, v, k_pages, v_pages, meta.slots, instructions)
+
+
+# As operators of PyTorch, so that its compiler and profiler see them.
+
+
+@torch.library.custom_op("paged::attention", mutates_args=())
+def _attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor,
+    scale: float, window: int, soft_cap: float, instructions: str | None, share: bool,
+) -> Tensor:  # fmt: skip
+    wide = q.float().contiguous()
+    out = torch.empty_like(wide)
+    tokens, heads, dim = q.shape
+    operation = kernels.Attention(
+        kernels.ATTENTION, 0, wide.data_ptr(), out.data_ptr(), heads * dim, pages_of(k_pages, v_pages), heads, scale,
+        soft_cap, 0, window,
+    )  # fmt: skip
+    none = torch.empty(0, dtype=torch.int64)
+    frame, _kept = frame_of(AttentionMetadata(query_start, seq_lens, block_tables, none), tokens)
+    _team(torch.get_num_threads(), instructions).run([operation], frame, share)
+    return out.to(q.dtype)
+
+
+@_attention.register_fake
+def _(q: Tensor, *_rest: object) -> Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("paged::write", mutates_args=("k_pages", "v_pages"))
+def _write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, instructions: str | None) -> None:
     k, v = k.float().contiguous(), v.float().contiguous()
     operation = kernels.Write(kernels.WRITE, 0, k.data_ptr(), v.data_ptr(), pages_of(k_pages, v_pages), 0)
-    frame, _kept = frame_of(meta, len(k))
+    none = torch.empty(0, dtype=torch.int32)
+    frame, _kept = frame_of(AttentionMetadata(none, none, none[None], slots), len(k))
     _team(torch.get_num_threads(), instructions).run([operation], frame)
 
 

@@ -9,11 +9,19 @@ from paged.attention import AttentionMetadata
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """softmax(scale * q k^T) v over all tokens of a query's sequence up to and including its own.
 
-    With a window over only the last `window` of those; pages before it are not read.
+    With a window over only the last `window` of those; pages before it are not read. With a soft cap scores are
+    soft_cap * tanh(score / soft_cap) (Gemma Team, "Gemma 2", 2024).
     q: [tokens, heads, head_dim]; k_pages, v_pages: [pages, page_size, kv_heads, head_dim], the new K and V already
     written; heads is a multiple of kv_heads, and query head h reads kv head h // (heads // kv_heads).
     Returns [tokens, heads, head_dim] in the dtype of q; everything in between is float32 at least.
@@ -34,6 +42,8 @@ def paged_attention(
         k = k_pages.flatten(0, 1)[slots].to(wide).repeat_interleave(group, dim=1)  # [seen, heads, dim]
         v = v_pages.flatten(0, 1)[slots].to(wide).repeat_interleave(group, dim=1)
         scores = scale * torch.einsum("thd,shd->hts", q[first:last].to(wide), k)
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         unseen = seen[None, :] > positions[:, None]  # [queries, seen]
         if window is not None:
             unseen |= seen[None, :] <= positions[:, None] - window

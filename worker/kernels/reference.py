@@ -36,10 +36,8 @@ def run_one(it: Operation, frame: Frame) -> None:
         case kernels.Attention():
             dim = it.kv.k.shape[-1]
             q = it.qkv[:rows, : it.heads * dim].reshape(rows, it.heads, dim)
-            if it.soft_cap:
-                raise NotImplementedError("the reference of attention has no soft cap")
-            attended = paged_attention(q, it.kv.k, it.kv.v, frame.metas[it.kv.group], it.scale, it.window)
-            it.out[:rows] = attended.flatten(1)
+            pages, meta = (it.kv.k, it.kv.v), frame.metas[it.kv.group]
+            it.out[:rows] = paged_attention(q, *pages, meta, it.scale, it.window, soft_cap=it.soft_cap).flatten(1)
         case kernels.Gather():
             it.out[: len(frame.sampled)] = it.x[frame.sampled]
         case kernels.Argmax():

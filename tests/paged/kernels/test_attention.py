@@ -62,32 +62,13 @@ def check_random_cases(seed: int, cases: int) -> None:
         meta = metadata(lengths, tables)
         q = torch.randn(int(meta.query_start[-1]), kv_heads * group, dim)
         scale = dim**-0.5
-        wanted = capped_reference(q, k, v, meta, scale, window, soft_cap)
+        wanted = reference(q.double(), k.double(), v.double(), meta, scale, window, soft_cap=soft_cap)
         for name in SETS:
             found = cpu.paged_attention(q, k, v, meta, scale, window, soft_cap=soft_cap, instructions=name)
             error = (found.double() - wanted).abs().max().item()
             # Dot products of bfloat16 round queries and weights to that: 2^-9 of scores and of each of the summands.
             tolerance = 5e-2 if dtype == torch.bfloat16 and name == "avx512" else 2e-5
             assert error < tolerance, f"case {case} of seed {seed} on {name}: off by {error:.1e}, {lengths}, {window}"
-
-
-def capped_reference(
-    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float, window: int | None, soft_cap: float
-) -> Tensor:
-    """The reference in float64; with a cap over scores densely, as it has none."""
-    q, k, v = q.double(), k.double(), v.double()
-    if not soft_cap:
-        return reference(q, k, v, meta, scale, window)
-    group, out = q.shape[1] // k.shape[2], torch.empty_like(q)
-    for i, (first, last) in enumerate(itertools.pairwise(meta.query_start.tolist())):
-        length = int(meta.seq_lens[i])
-        table = meta.block_tables[i].long()
-        keys, values = (t[table].flatten(0, 1)[:length].repeat_interleave(group, 1) for t in (k, v))
-        scores = soft_cap * torch.tanh(scale * torch.einsum("thd,shd->hts", q[first:last], keys) / soft_cap)
-        own = torch.arange(length - (last - first), length)[:, None]
-        seen = (torch.arange(length) <= own) & (torch.arange(length) > own - (window or length))
-        out[first:last] = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
-    return out
 
 
 def test_random_ragged_batches_agree_with_float64() -> None:
@@ -220,3 +201,34 @@ def test_two_threads_of_python_take_turns() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, (0, 1))) == [True, True]
+
+
+def test_the_references_soft_cap_is_the_formula() -> None:
+    """Over scores computed densely."""
+    rng = random.Random(7)
+    k, v, tables = make(rng, [(40, 40)], 1, 32, 16, torch.float32)
+    meta, q = metadata([(40, 40)], tables), torch.randn(40, 2, 32)
+    keys, values = (t[tables[0]].flatten(0, 1)[:40, 0].double() for t in (k, v))
+    scores = 3 * torch.tanh(torch.einsum("thd,sd->hts", q.double(), keys) / 3)
+    weights = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1)
+    found = reference(q.double(), k.double(), v.double(), meta, 1.0, soft_cap=3.0)
+    assert torch.allclose(found, torch.einsum("hts,sd->thd", weights, values))
+    assert not torch.allclose(found, reference(q.double(), k.double(), v.double(), meta, 1.0), atol=1e-3)
+
+
+def test_attention_and_writing_are_operators_that_torch_can_trace() -> None:
+    rng = random.Random(8)
+    k, v, tables = make(rng, [(40, 3), (20, 1)], 2, 32, 16, torch.float32)
+    meta, q = metadata([(40, 3), (20, 1)], tables), torch.randn(4, 4, 32)
+    meta = AttentionMetadata(meta.query_start, meta.seq_lens, meta.block_tables, torch.tensor([21, 5, 9, 30]))
+    rows = torch.randn(4, 2, 32)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cpu.write(rows, 2 * rows, k, v, meta)
+        return cpu.paged_attention(q, k, v, meta, 0.2, 30) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    own, others = (k.clone(), v.clone()), (k.clone(), v.clone())
+    assert torch.equal(compiled(q, *own), step(q, *others))
+    assert torch.equal(own[0], others[0])
+    assert not torch.equal(own[0], k)
