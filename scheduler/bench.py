@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paged.errors import ConfigError
 from paged.layout import DTYPE_BYTES
-from worker.packing import head_format
+from worker.device import head_format
 from worker.step import SamplingParams
 
 if TYPE_CHECKING:

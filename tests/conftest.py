@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import paged
 from paged import KVCacheManager
 from worker.checkpoints import Checkpoint, resolve
 
@@ -17,6 +19,12 @@ settings.register_profile(
     "paged", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("paged")
+
+# Processes that tests start use the same paged as they, not what lies in the folder where they are started.
+os.environ["PYTHONSAFEPATH"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(paged.__file__).parents[1]), os.environ.get("PYTHONPATH")))
+)
 
 # Freed pages are filled with NaN, and what can be found is sealed: a stale read or stray write is seen in any test.
 KVCacheManager.poison_by_default = True

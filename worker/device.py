@@ -63,6 +63,11 @@ def pick_backend(wanted: str, quantization: str | None, device: str) -> tuple[st
     return "sdpa", "PyTorch" if device == "cuda" else f"PyTorch, slower than native kernels: {missing}"
 
 
+def head_format(dtype: str, quantization: str | None) -> str:
+    """The head is what int4 hurts most: it keeps int8."""
+    return dtype if quantization is None else "int8"
+
+
 def pick_threads(wanted: int | None, root: Path = ROOT) -> tuple[int, str]:
     """CPU threads, and why: by default the affinity of this process, cut to the quotas of the groups around it."""
     if wanted is not None:

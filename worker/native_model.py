@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paged.kernels import Team
 from paged.pool import KVPool
+from worker.device import head_format
 from worker.inputs import Inputs
 from worker.kernels import (
     KV,
@@ -37,7 +38,7 @@ from worker.kernels import (
 from worker.kernels.native import Program
 from worker.layers import Rotary as RotaryTables
 from worker.model_config import GEMMA3, ModelConfig
-from worker.packing import head_format, layer_matrix
+from worker.packing import layer_matrix
 
 
 class NativeModel:

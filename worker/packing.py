@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from worker.checkpoints import cached, default_cache
+from worker.device import head_format
 from worker.kernels import Matrix
 from worker.kernels.native import pack
 from worker.model_config import GEMMA3, ModelConfig
@@ -73,11 +74,6 @@ def pack_weights(
             yield f"{i}.{name}", pack(matrix, quantization or own).packed
         for name, part in (GEMMA3_NORMS if gemma3 else NORMS).items():
             yield f"{i}.{name}", weights.pop(f"{prefix}{part}.weight").float() + more
-
-
-def head_format(dtype: str, quantization: str | None) -> str:
-    """The head is what int4 hurts most: it keeps int8."""
-    return dtype if quantization is None else "int8"
 
 
 def layer_matrix(parts: Mapping[str, Tensor], i: int, name: str, format_: str, config: ModelConfig) -> Matrix:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +23,7 @@ WORKLOADS: dict[str, list[dict[str, Any]]] = {
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from scheduler.cli import main; main()"
     command = [sys.executable, "-c", code, "bench", "offline", "--workload", "workload.json", *arguments]
-    path = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
-    environ = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.usefixtures("smollm2")
