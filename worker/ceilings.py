@@ -11,7 +11,7 @@ import torch
 
 from paged import kernels
 
-MATRIX, BYTES, REPEATS = 1536, 256 * 2**20, 500_000
+MATRIX, BYTES, REPEATS = 1536, 256 * 2**20, 150_000
 
 
 class _Multiplied(ctypes.Structure):
@@ -43,7 +43,7 @@ def measure(threads: int, formats: Iterable[str], repeat: int = 7) -> dict[str, 
     for format_ in formats:
         done = (_Multiplied * threads)()
         operation = _Multiply(kernels.MULTIPLY, 0, REPEATS, kernels.FORMATS[format_], 1e-9, ctypes.addressof(done))
-        seconds = _best(lambda operation=operation: team.run([operation], kernels.Frame()), repeat)  # type: ignore[misc]
+        seconds = _best(lambda operation=operation: team.run([operation], kernels.Frame()), 10 * repeat)  # type: ignore[misc]
         rates[f"{format_}_operations_per_s"] = sum(part.operations for part in done) / seconds
     return rates
 

@@ -2,6 +2,10 @@
 
 #include <system_error>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 namespace paged {
 namespace {
 
@@ -12,6 +16,27 @@ inline void pause() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+int current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves this thread to another CPU, if it may run on one. A thread that sleeps often is woken where it slept, and if that
+// is where its caller runs, some systems leave both there for many milliseconds while another CPU is idle.
+void leave_cpu([[maybe_unused]] int cpu) {
+#if defined(__linux__)
+  cpu_set_t all;
+  if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof all, &all) || !CPU_ISSET(cpu, &all)) return;
+  cpu_set_t others = all;
+  CPU_CLR(cpu, &others);
+  if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return;
+  sched_setaffinity(0, sizeof all, &all);
 #endif
 }
 
@@ -57,6 +82,7 @@ void Team::run(void (*task)(void*, const Worker&), void* context) {
       std::lock_guard<std::mutex> guard(mutex_);
       task_ = task;
       context_ = context;
+      cpu_ = current_cpu();
     }
     runs_.fetch_add(1, std::memory_order_release);
     runs_.notify_all();
@@ -78,13 +104,16 @@ void Team::serve(int index) {
     if (ended_.load()) return;
     void (*task)(void*, const Worker&);
     void* context;
+    int cpu;
     {
       std::lock_guard<std::mutex> guard(mutex_);
       task = task_;
       context = context_;
+      cpu = cpu_;
       if (task) helpers_.fetch_add(1, std::memory_order_relaxed);
     }
     if (!task) continue;
+    if (cpu >= 0 && cpu == current_cpu()) leave_cpu(cpu);
     task(context, Worker{index, count_});
     if (helpers_.fetch_sub(1, std::memory_order_acq_rel) == 1) helpers_.notify_all();
   }

@@ -57,6 +57,7 @@ class Team {
   std::mutex mutex_;    // guards the following
   void (*task_)(void*, const Worker&) = nullptr;  // none: nothing runs
   void* context_ = nullptr;
+  int cpu_ = -1;  // where the caller was when its run began
   std::atomic<uint32_t> runs_{0};     // raised when one begins
   std::atomic<uint32_t> helpers_{0};  // threads inside of a task
   std::atomic<bool> ended_{false};
