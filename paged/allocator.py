@@ -170,8 +170,7 @@ class BlockAllocator:
 
     def _drop(self, pages: Collection[int], state: int) -> list[int]:
         self._need(pages, _REFERENCED, True, "not referenced")
-        counts, states = self._counts, self._states
-        gone: list[int] = []
+        counts, states, gone = self._counts, self._states, list[int]()
         for page in pages:
             counts[page] -= 1
             if not counts[page]:

@@ -93,12 +93,11 @@ class TableStore:
             self._unused = list(range(2 * rows - 1, rows - 1, -1))
         return self._unused.pop()
 
-    def remove(self, row: int) -> list[list[int]]:
-        """Returns the pages of every group."""
+    def remove(self, row: int) -> None:
+        self.cut(row, 0)
         self.num_computed[row] = 0
         self.frozen[row] = False
         self._unused.append(row)
-        return self.cut(row, 0)
 
     def append(self, row: int, pages: list[list[int]]) -> None:
         """Add as many pages in every group: pages[group] is what the group gets."""
@@ -111,23 +110,20 @@ class TableStore:
         self.pages[:, row, first:last] = pages
         self.num_pages[row] = last
 
-    def append_one(self, rows: npt.NDArray[np.int64], pages: list[list[int]]) -> list[int]:
-        """Add a page to each of several rows: pages[group][i] to rows[i]. Returns the index that each has now."""
+    def append_one(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]) -> list[int]:
+        """Add a page to each of several rows, pages [groups, rows]. Returns the index that each has now."""
         places = self.num_pages[rows]
-        result: list[int] = places.tolist()
-        if max(result) >= self.pages.shape[2]:
+        if int(places.max()) >= self.pages.shape[2]:
             self.pages = np.concatenate((self.pages, np.zeros_like(self.pages)), axis=2)
         self.pages[:, rows, places] = pages
         self.num_pages[rows] = places + 1
+        result: list[int] = places.tolist()
         return result
 
-    def cut(self, row: int, num_pages: int) -> list[list[int]]:
-        """Keep the first `num_pages`. Returns the others, of every group."""
-        rest = self.pages[:, row, num_pages : self.num_pages[row]]
-        result: list[list[int]] = rest.tolist()
-        rest[:] = 0
+    def cut(self, row: int, num_pages: int) -> None:
+        """Keep the first `num_pages`."""
+        self.pages[:, row, num_pages : int(self.num_pages[row])] = 0
         self.num_pages[row] = num_pages
-        return result
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

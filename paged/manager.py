@@ -99,8 +99,7 @@ class KVCacheManager:
         self._store = TableStore(len(windows))
         self._held: dict[int, _Held] = {}
         self._row_of: dict[int, int] = {}  # of each sequence its row, for batches
-        # Of the last batch, asked for again: its sequences, their rows, and whether each comes once.
-        self._last_rows: tuple[list[int], npt.NDArray[np.int64], bool] | None = None
+        self._last_rows: tuple[list[int], npt.NDArray[np.int64]] | None = None  # of the same sequences, asked for again
         self._pages = Pages(self.allocator, self.prefix_cache, self.poison_by_default if poison is None else poison)
         # Digest of a page that is being computed -> the sequences that compute it, who began first first.
         self._promised: dict[bytes, tuple[int, ...]] = {}
@@ -235,11 +234,10 @@ class KVCacheManager:
         """
         seq_ids = list(seq_ids)
         store, rows = self._store, self._rows(seq_ids, num_tokens)
-        if np.count_nonzero(num_tokens < 0):
-            _count(num_tokens.min())
+        _count(int(num_tokens.min(initial=0)))
         new = -(-num_tokens >> self._shift) - store.num_pages[rows]  # rounded up, and no number wraps
         frozen = store.frozen[rows]
-        if not np.count_nonzero(frozen):
+        if not frozen.any():
             self._append_all(seq_ids, rows, new)
             return
         busy = np.flatnonzero((new > 0) | (frozen & (num_tokens > store.num_computed[rows])))
@@ -292,28 +290,26 @@ class KVCacheManager:
         store, rows, size, shift = self._store, self._rows(seq_ids, num_computed), self.page_size, self._shift
         before = store.num_computed[rows]
         wrong = (num_computed < before) | (num_computed > store.num_pages[rows] << shift)
-        if np.count_nonzero(wrong):
+        if wrong.any():
             i = int(wrong.argmax())
             raise PageStateError(
                 f"sequence {seq_ids[i]}: {_count(num_computed[i])} tokens computed, {before[i]} before, "
                 f"room for {store.num_pages[rows[i]] * size}"
             )
-        unextended = store.frozen[rows] & (num_computed > before)
-        if np.count_nonzero(unextended):
+        if (unextended := store.frozen[rows] & (num_computed > before)).any():
             seq_id = seq_ids[int(unextended.argmax())]
             raise PageStateError(f"sequence {seq_id} may share the page that was written: extend it first")
-        due = num_computed ^ before >= size  # another page than before, as a page is a power of two
+        due = num_computed >> shift > before >> shift
         for _, window in self._windowed:
             first = np.maximum(before - window + 1, 0) >> shift  # as first_page
             due |= np.maximum(num_computed - window + 1, 0) >> shift > first
-        (filled,) = due.nonzero()
-        busy = list(zip(filled.tolist(), before[filled].tolist(), num_computed[filled].tolist(), strict=True))
-        for i, _, now in busy:
-            if len(as_tokens(tokens[i])) < now:
-                raise PageStateError(f"sequence {seq_ids[i]}: {now} computed of {len(tokens[i])} tokens")
+        filled = due.nonzero()[0].tolist()
+        for i in filled:
+            if len(as_tokens(tokens[i])) < num_computed[i]:
+                raise PageStateError(f"sequence {seq_ids[i]}: {num_computed[i]} computed of {len(tokens[i])} tokens")
         store.num_computed[rows] = num_computed
-        for i, old, now in busy:
-            held = self._held[seq_ids[i]]
+        for i in filled:
+            held, old, now = self._held[seq_ids[i]], int(before[i]), int(num_computed[i])
             if now // size > old // size:
                 self._publish(seq_ids[i], held, tokens[i], now)
             if self._windowed:
@@ -360,7 +356,7 @@ class KVCacheManager:
         self._pages.acquire([page for _, _, page in missing])
         for group, index, page in missing:
             store.pages[group, row, index] = page
-        self._drop_pages(store.cut(row, pages_for(kept, size)))
+        self._drop_pages(held, pages_for(kept, size))
         del held.chain[kept // size :]
         store.num_computed[row] = kept
         store.frozen[row] = kept % size > 0
@@ -374,7 +370,8 @@ class KVCacheManager:
         held = self._get(seq_id)
         del self._held[seq_id], self._row_of[seq_id]
         self._last_rows = None
-        self._drop_pages(self._store.remove(held.row))
+        self._drop_pages(held, 0)
+        self._store.remove(held.row)
         self._break_promise(seq_id, held)
 
     def take_changes(self, seq_id: int) -> tuple[TableChange, ...]:
@@ -448,17 +445,19 @@ class KVCacheManager:
         (busy,) = (new > 0).nonzero()
         if not busy.size:
             return
-        held, counts = [self._held[seq_ids[i]] for i in busy.tolist()], new[busy].tolist()
-        total = sum(counts)  # as Python's number, which does not wrap
-        self._pages.need(total * len(self.windows))
-        if total > len(held):  # some need several
-            for one, count in zip(held, counts, strict=True):
-                self._append(one, count)
+        groups, counts = len(self.windows), new[busy]
+        total = sum(counts.tolist())  # as Python's number, which does not wrap
+        self._pages.need(total * groups)
+        if total > busy.size:  # some need several
+            for i in busy.tolist():
+                self._append(self._held[seq_ids[i]], int(new[i]))
             return
-        pages = self._pages.take(total * len(self.windows))
-        places = self._store.append_one(rows[busy], [pages[i : i + total] for i in range(0, len(pages), total)])
-        for i, page in enumerate(pages):
-            held[i % total].changes.append((i // total, places[i % total], page))
+        pages = self._pages.take(total * groups)
+        places = self._store.append_one(rows[busy], np.array(pages, dtype=np.int32).reshape(groups, total))
+        held = [self._held[seq_ids[i]] for i in busy.tolist()]
+        for group in range(groups):
+            for one, index, page in zip(held, places, pages[group * total : (group + 1) * total], strict=True):
+                one.changes.append((group, index, page))
 
     def _to_copy(self, row: int) -> list[tuple[int, int]]:
         """Group and page, where the page that is written next is not the sequence's alone."""
@@ -477,12 +476,17 @@ class KVCacheManager:
         if held.chain and not held.chain[-1].live:  # it was forgotten: no prompt can find what follows
             self._break_promise(seq_id, held)
             return
-        mine = [tuple(pages) for pages in self._store.pages[:, held.row, first:full].T.tolist()]  # [pages][groups]
-        found = self.prefix_cache.publish(tokens[first * size : full * size], mine, held.chain, held.namespace)
-        if found != mine:
-            for index, (own, cached) in enumerate(zip(mine, found, strict=False), first):
-                self._replace(held, index, own, cached)
-        self._pages.published(mine)
+        # [pages][groups]
+        mine: list[list[int]] = self._store.pages[:, held.row, first:full].T.tolist()
+        for index, pages in enumerate(map(tuple, mine), first):
+            found = self.prefix_cache.publish(
+                tokens[index * size : (index + 1) * size], pages, held.chain, held.namespace
+            )
+            if found is None:
+                break
+            if found != pages:
+                self._replace(held, index, pages, found)
+            self._pages.published(pages)
         if held.promise is not None:
             self._break_promise(seq_id, held)
             if len(held.chain) == full:
@@ -535,28 +539,29 @@ class KVCacheManager:
                     result.append((group, index, page))
         return result
 
-    def _drop_pages(self, tables: list[list[int]]) -> None:
-        """Give back what was cut off the tables of every group, the last first."""
-        for table in tables:
+    def _drop_pages(self, held: _Held, keep: int) -> None:
+        """Give back all but the first `keep` pages of every group, the last first."""
+        for table in self._store.pages[:, held.row, keep : self._store.num_pages[held.row]].tolist():
             self._pages.drop([page for page in reversed(table) if page])
+        self._store.cut(held.row, keep)
 
     def _rows(self, seq_ids: SequenceOf[int], lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """The row of each sequence; with `lengths`, which must be one for each, no sequence may come twice."""
         seq_ids = list(seq_ids)
         if self._last_rows is not None and self._last_rows[0] == seq_ids:
-            _, rows, once = self._last_rows
+            rows = self._last_rows[1]
         else:
+            row_of = self._row_of
             try:
-                rows = np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
+                rows = np.array([row_of[seq_id] for seq_id in seq_ids], dtype=np.int64)
             except KeyError as error:
                 raise PageStateError(f"sequence {error} has no pages") from None
-            once = len(set(seq_ids)) == len(rows)
-            self._last_rows = (seq_ids, rows, once)
+            self._last_rows = (seq_ids, rows)
         if lengths is not None:
             if lengths.shape != rows.shape or lengths.dtype != np.int64:
                 found = f"{lengths.dtype} {list(lengths.shape)}"
                 raise TypeError(f"{len(rows)} sequences need lengths int64 [{len(rows)}], not {found}")
-            if not once:
+            if len(set(seq_ids)) < len(rows):
                 raise PageStateError(f"a sequence is named twice: {seq_ids}")
         return rows
 

@@ -91,10 +91,10 @@ class Pages:
             if self._poison:
                 self._moves += [Mark(page, "poison") for page in freed]
 
-    def published(self, pages: Iterable[tuple[int, ...]]) -> None:
+    def published(self, pages: Iterable[int]) -> None:
         """Those of these pages that can be found, can be found since now."""
         if self._poison:
-            self._moves += [Mark(page, "seal") for own in pages for page in self.prefix_cache.findable(own)]
+            self._moves += [Mark(page, "seal") for page in self.prefix_cache.findable(pages)]
 
     def must_copy(self, page: int) -> bool:
         """Whether writing to the page would change what another has, or finds."""

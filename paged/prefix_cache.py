@@ -30,7 +30,6 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
@@ -90,13 +89,13 @@ class Entry:
 
     def leave_parent(self) -> None:
         """Out of the parent's children, the parent of which it still knows."""
-        left, right = self.left, self.right
-        if left is not None:
-            left.right = right
-        elif self.parent is not None:
-            self.parent.child = right
-        if right is not None:
-            right.left = left
+        assert self.parent is not None
+        if self.left is None:
+            self.parent.child = self.right
+        else:
+            self.left.right = self.right
+        if self.right is not None:
+            self.right.left = self.left
         self.left = self.right = None
 
 
@@ -199,46 +198,41 @@ class PrefixCache:
         return self._digest(chain[-1].digest if chain else _namespace_digest(namespace), _bytes(page))
 
     def publish(
-        self, tokens: Tokens, pages: SequenceOf[tuple[int, ...]], chain: list[Entry], namespace: bytes = DEFAULT
-    ) -> list[tuple[int, ...]]:
-        """Make the pages after those of `chain` findable, and add their entries to `chain`.
+        self, tokens: Tokens, pages: tuple[int, ...], chain: list[Entry], namespace: bytes = DEFAULT
+    ) -> tuple[int, ...] | None:
+        """Make the page after those of `chain` findable, and add its entry to `chain`.
 
-        tokens: int32 [pages * page_size], all computed; pages: each of every group, the null page where it has left the
-        window. Returns the pages where this content is cached now, in some group perhaps another than the one given:
-        that one is to take its place. It ends early where an ancestor was forgotten, a digest collides, or there is no
-        page: then no prompt can find what follows. Raises ValueError for fewer or more tokens than those of the pages.
+        tokens: int32 [page_size], all computed; pages: of each group, the null page where it has left the window.
+        Returns the pages where this content is cached now, in some group perhaps another than the one given: that one
+        is to take its place. None, and nothing happens, where an ancestor was forgotten, a digest collides, or there is
+        no page: then no prompt can find it. Raises ValueError for fewer or more tokens than a page's.
         """
-        if len(tokens) != len(pages) * self.page_size:
-            raise ValueError(f"{len(pages)} pages have {len(pages) * self.page_size} tokens, not {len(tokens)}")
-        entries, by_page, raw, size = self._entries, self._by_page, _bytes(tokens), self.page_size * 4
-        found: list[tuple[int, ...]] = []
+        if len(tokens) != self.page_size:
+            raise ValueError(f"a page has {self.page_size} tokens, not {len(tokens)}")
         parent = chain[-1] if chain else self._root(namespace)
         if not parent.live:
-            return found
-        for begin, own in zip(range(0, len(raw), size), pages, strict=True):
-            chunk = raw[begin : begin + size]
-            digest = self._digest(parent.digest, chunk)
-            entry = entries.get(digest)
-            if entry is None:
-                if not any(own):
-                    break  # they have left their windows: nothing to be found
-                entry = entries[digest] = Entry(digest, chunk, parent, own)
-                if parent.parent is None:
-                    self._roots[namespace] = parent
-                for page in own:
-                    if page:
-                        by_page[page] = entry
-            elif entry.tokens != chunk or entry.parent is not parent:
-                break
-            elif entry.pages != own:
-                for have, page in zip(entry.pages, own, strict=True):
-                    if page and not have:
-                        by_page[page] = entry
-                entry.pages = tuple(have or page for have, page in zip(entry.pages, own, strict=True))
-            chain.append(entry)
-            found.append(entry.pages)
-            parent = entry
-        return found
+            return None
+        chunk = _bytes(tokens)
+        digest = self._digest(parent.digest, chunk)
+        entry = self._entries.get(digest)
+        if entry is None:
+            if not any(pages):
+                return None  # they have left their windows: nothing to be found
+            entry = self._entries[digest] = Entry(digest, chunk, parent, pages)
+            if parent.parent is None:
+                self._roots[namespace] = parent
+            for page in pages:
+                if page:
+                    self._by_page[page] = entry
+        elif entry.tokens != chunk or entry.parent is not parent:
+            return None
+        elif entry.pages != pages:
+            for have, page in zip(entry.pages, pages, strict=True):
+                if page and not have:
+                    self._by_page[page] = entry
+            entry.pages = tuple(have or page for have, page in zip(entry.pages, pages, strict=True))
+        chain.append(entry)
+        return entry.pages
 
     def park(self, pages: Iterable[int]) -> None:
         """These pages have lost their last owner: they may be evicted, in this order, after all parked before.
@@ -292,11 +286,11 @@ class PrefixCache:
         if least > self.num_idle:
             raise KeyError(f"{self.num_idle} pages without an owner, {least} wanted")
         nobodys: list[int] = []
-        idle, by_page, one_group = self._idle, self._by_page, len(self.windows) == 1
+        one_group = len(self.windows) == 1
         while len(nobodys) < least:
-            page, entry = (idle or self._pinned_idle).popitem(last=False)
+            page, entry = (self._idle or self._pinned_idle).popitem(last=False)
             nobodys.append(page)
-            del by_page[page]
+            del self._by_page[page]
             group = 0 if one_group else entry.pages.index(page)
             entry.pages = (0,) if one_group else tuple(0 if other == page else other for other in entry.pages)
             if self.windows[group] is None and not (one_group and entry.child is None):
@@ -401,14 +395,12 @@ class PrefixCache:
 
     def _prune(self, entry: Entry) -> None:
         """Drop an entry that holds nothing and leads nowhere, then its parent if that is so there too."""
-        while entry.child is None and not any(entry.pages):
-            parent = entry.parent
-            if parent is None:
-                self._roots.pop(entry.tokens, None)
-                return
+        while entry.parent is not None and entry.child is None and not any(entry.pages):
             self._drop(entry)
             entry.leave_parent()
-            entry = parent
+            entry = entry.parent
+        if entry.parent is None and entry.child is None:
+            self._roots.pop(entry.tokens, None)
 
     def _drop(self, entry: Entry) -> None:
         entry.live = False
