@@ -55,12 +55,13 @@ def main() -> None:
 def in_turn(runs: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
     """Milliseconds of each, one after another in every turn; the first turn is to warm up.
 
-    Before each is a pause, in which the threads of the one before stop to spin.
+    Before each is a pause, in which the threads of the one before stop to spin, and one run that does not count.
     """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns + 1):
         for name, run in runs.items():
             time.sleep(0.02)
+            run()
             start = time.perf_counter()
             run()
             if turn:
