@@ -1,6 +1,6 @@
 """Pages, block tables and the prefix cache on their own: no model, no tensors, no torch.
 
-    python examples/allocator.py
+python examples/allocator.py
 """
 
 from __future__ import annotations

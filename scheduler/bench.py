@@ -54,16 +54,27 @@ def read_workloads(path: Path) -> Workloads:
     return content
 
 
-def read_reference(workload: Path, given: Path | None) -> dict[str, list[list[int]]]:
-    """Tokens to compare with: the file that is given, or the one that lies beside the workload; else nothing."""
+def read_reference(workload: Path, given: Path | None, requests: Workloads) -> dict[str, list[list[int]]]:
+    """Tokens to compare with: the file that is given, or the one that lies beside the workload; else nothing.
+
+    Raises ConfigError for a file that has not one list of token ids for each request of a workload that it names.
+    """
     beside = workload.with_name(workload.stem.replace("workload", "reference") + "_fp32.json")
-    path = given or (beside if beside != workload and beside.is_file() else None)
+    path = given or (beside if "workload" in workload.stem and beside.is_file() else None)
     if path is None:
         return {}
     try:
         content: dict[str, list[list[int]]] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    each = content.values() if isinstance(content, dict) else [None]
+    if not all(isinstance(answers, list) and all(isinstance(tokens, list) for tokens in answers) for answers in each):
+        raise ConfigError(f'{path} must hold {{"name": [[token ids], ...], ...}}')
+    for name in requests.keys() & content.keys():
+        if len(content[name]) != len(requests[name]):
+            raise ConfigError(
+                f"{path} has {len(content[name])} answers to the {len(requests[name])} requests of {name}"
+            )
     return content
 
 

@@ -164,11 +164,19 @@ def bench_offline(
     """Run workloads, at most 32 sequences at once, beside what this machine can do at most."""
     from scheduler import bench
 
-    workloads, wanted = bench.read_workloads(workload), bench.read_reference(workload, reference)
+    workloads = bench.read_workloads(workload)
+    wanted = bench.read_reference(workload, reference, workloads)
     if only:
         if missing := [name for name in only if name not in workloads]:
             raise ConfigError(f"{workload} has no workload {missing[0]}: it has {', '.join(workloads)}")
         workloads = {name: workloads[name] for name in (*only, bench.WARM) if name in workloads}
+    if not workloads.keys() - {bench.WARM}:
+        raise ConfigError(f"there is nothing to measure: {bench.WARM} only warms up")
+    if json_path is not None:
+        try:
+            json_path.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"{json_path} cannot be written: {error}") from None
     from scheduler.llm import LLM
     from worker.ceilings import measure
 

@@ -11,6 +11,7 @@ from typing import Any
 from paged.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+MOST_THREADS = 1024
 
 
 def _setting(default: Any, help_text: str) -> Any:
@@ -58,6 +59,10 @@ class EngineConfig:
             raise ConfigError(f"model must be a name or a path, not {self.model!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        if isinstance(self.threads, int) and self.threads > MOST_THREADS:
+            raise ConfigError(
+                f"threads is {self.threads:,}, and at most {MOST_THREADS:,} make sense: the CPUs there are"
+            )
         for name in ("page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
             value = getattr(self, name)
             if value is None and name != "max_num_seqs":

@@ -220,8 +220,15 @@ def _key(name: str, digest: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{digest[:16]}-v{CONVERTER}"
 
 
+class CacheError(CheckpointError):
+    """The cache folder cannot be written."""
+
+
 def cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
-    """The folder `key` of the cache; made by `make` in a folder beside it, and renamed when it is whole."""
+    """The folder `key` of the cache; made by `make` in a folder beside it, and renamed when it is whole.
+
+    Raises CacheError where the folder cannot be written.
+    """
     final = cache / key
     if final.is_dir():
         return final
@@ -241,7 +248,7 @@ def cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
                     shutil.rmtree(work, ignore_errors=True)
                     raise
     except OSError as error:
-        raise CheckpointError(f"the cache folder {cache} cannot be used: {error}") from None
+        raise CacheError(f"the cache folder {cache} cannot be used: {error}") from None
     return final
 
 

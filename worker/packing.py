@@ -9,13 +9,15 @@ instruction sets take the same packed bytes. A user's own folder may change, so 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from worker.checkpoints import cached, default_cache
+from worker.checkpoints import CacheError, cached, default_cache
 from worker.device import head_format
 from worker.kernels import Matrix
 from worker.kernels.native import pack
@@ -53,7 +55,17 @@ def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantiza
         return packed()
     formats = "-".join([str(dtype).removeprefix("torch."), *([quantization] if quantization else [])])
     key = f"{path.name}-{formats}-packed-v{VERSION}"
-    return _map(cached(key, default_cache(), lambda work: _write(work / FILE, packed())) / FILE)
+    try:
+        folder = cached(key, default_cache(), lambda work: _write(work / FILE, packed()))
+        try:
+            return _map(folder / FILE)
+        except (OSError, ValueError) as error:
+            print(f"paged: {folder / FILE} is damaged ({error}): packing again", file=sys.stderr)
+            shutil.rmtree(folder, ignore_errors=True)
+            return _map(cached(key, default_cache(), lambda work: _write(work / FILE, packed())) / FILE)
+    except CacheError as error:
+        print(f"paged: packing in memory, at this start and the next: {error}", file=sys.stderr)
+        return packed()
 
 
 def pack_weights(
@@ -106,12 +118,19 @@ def _write(file: Path, parts: Mapping[str, Tensor]) -> None:
 
 
 def _map(file: Path) -> dict[str, Tensor]:
+    """Raises ValueError for a file that is not as long as it says; what is in it is not looked at."""
     with file.open("rb") as opened:
         header = opened.readline()
-    size = file.stat().st_size
+    size, places = file.stat().st_size, json.loads(header)
+    ends = [
+        start + torch.Size(shape).numel() * getattr(torch, dtype).itemsize for dtype, shape, start in places.values()
+    ]
+    wanted = len(header) + -(-max(ends) // ALIGNMENT) * ALIGNMENT
+    if size != wanted:
+        raise ValueError(f"it has {size} bytes of {wanted}")
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     parts = {}
-    for name, (dtype, shape, start) in json.loads(header).items():
+    for name, (dtype, shape, start) in places.items():
         kind = getattr(torch, dtype)
         first = len(header) + start
         parts[name] = raw[first : first + torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)

@@ -72,7 +72,10 @@ def build_or_explain(target: Path) -> None:
         first = next((line for line in output.splitlines() if "error" in line), "")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # of other sources
-        (target.parent / REASON).write_text(f"{error}{': ' if first else ''}{first}\n")
+        what = str(error)
+        if isinstance(error, subprocess.CalledProcessError):  # the command itself is long
+            what = f"{error.cmd[0]} ended with exit code {error.returncode}"
+        (target.parent / REASON).write_text(f"{what}{': ' if first else ''}{first}\n")
         print(f"paged: native kernels were not built: {error}\n{output}", file=sys.stderr)
 
 

@@ -71,9 +71,15 @@ def test_a_file_that_holds_no_workloads_is_refused(tmp_path: Path, content: str)
 
 def test_what_cannot_be_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "workload.json").write_text(json.dumps(WORKLOADS))
+    (tmp_path / "short.json").write_text('{"A": [[1]]}')
+    (tmp_path / "odd.json").write_text("[1, 2]")
     wrong: dict[str, Any] = {
         "has no workload C: it has WARM, A, B": ("--only", "C"),
         "reference.json cannot be read": ("--reference", "reference.json"),
+        "short.json has 1 answers to the 2 requests of A": ("--reference", "short.json"),
+        "odd.json must hold": ("--reference", "odd.json"),
+        "nothing to measure": ("--only", "WARM"),
+        "cannot be written": ("--json", "nowhere/out.json"),
     }
     for message, arguments in wrong.items():
         done = bench(tmp_path, *arguments)
@@ -84,6 +90,6 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 def test_the_reference_is_the_file_beside_the_workload_if_there_is_one(tmp_path: Path) -> None:
     workload = tmp_path / "workload_x.json"
-    assert read_reference(workload, None) == {}
-    (tmp_path / "reference_x_fp32.json").write_text('{"A": [[1]]}')
-    assert read_reference(workload, None) == {"A": [[1]]}
+    assert read_reference(workload, None, WORKLOADS) == {}
+    (tmp_path / "reference_x_fp32.json").write_text('{"A": [[1], [2]]}')
+    assert read_reference(workload, None, WORKLOADS) == {"A": [[1], [2]]}

@@ -43,7 +43,7 @@ def test_an_unknown_setting_names_the_nearest_or_all(name: str, nearest: str | N
         ("max_model_len", [0, -5, 1.5, "32", False]),
         ("max_num_seqs", [0, None, -1, 2.0, True]),
         ("max_num_batched_tokens", [0, -1, 4.0]),
-        ("threads", [0, -2, "2", math.nan]),
+        ("threads", [0, -2, "2", math.nan, 100_000]),
         ("seed", [1.0, "1", True]),
         ("kv_memory", ["", "lots", None, 0, -1, "0%", "120%", "5 apples", "30 percent", "GiB", "1e9", math.nan, True]),
         ("kv_memory", ["0.1B", "0.3", 0.3, "9" * 400 + "GiB", 10**400, 10**5000]),

@@ -200,6 +200,48 @@ def test_a_folder_of_the_users_is_packed_in_memory_only(
     assert not list(tmp_path.iterdir())
 
 
+def converted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, as if it had been converted into the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = checkpoints.default_cache() / "model-v1"
+    model.parent.mkdir(parents=True)
+    model.symlink_to(folder)
+    return model
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "long", "zeros", "missing"])
+def test_a_damaged_file_is_packed_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    model = converted(folder, tmp_path, monkeypatch)
+    config = resolve(str(model)).config
+    whole = {name: part.clone() for name, part in packing.packed_weights(model, config, torch.float32, None).items()}
+    (file,) = checkpoints.default_cache().glob("*/packed.bin")
+    content = file.read_bytes()
+    file.unlink()  # what is mapped stays as it was
+    changed = {"empty": b"", "short": content[:-1], "long": content + b"0", "zeros": bytes(len(content))}
+    if damage in changed:
+        file.write_bytes(changed[damage])
+    assert capsys.readouterr().err == ""
+    again = packing.packed_weights(model, config, torch.float32, None)
+    assert "is damaged" in capsys.readouterr().err
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert file.read_bytes() == content
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = converted(folder, tmp_path, monkeypatch)
+    config = resolve(str(model)).config
+    (checkpoints.default_cache() / f"model-v1-float32-packed-v{packing.VERSION}").write_text("in the way")
+    parts = packing.packed_weights(model, config, torch.float32, None)
+    assert "packing in memory" in capsys.readouterr().err
+    assert parts["norm"].dtype == torch.float32
+    assert not list(checkpoints.default_cache().glob("*.tmp-*"))
+
+
 def test_starts_at_the_same_time_and_kills_leave_a_whole_file(folder: Path, tmp_path: Path) -> None:
     """Four processes at once, one of them killed soon: the others have the same tensors, and nothing else is left."""
     script = """if True:

@@ -232,3 +232,50 @@ def test_attention_and_writing_are_operators_that_torch_can_trace() -> None:
     assert torch.equal(compiled(q, *own), step(q, *others))
     assert torch.equal(own[0], others[0])
     assert not torch.equal(own[0], k)
+
+
+def test_operators_refuse_what_does_not_fit() -> None:
+    """Each would read or write beside the tensors."""
+    rng = random.Random(9)
+    k, v, tables = make(rng, [(40, 3)], 2, 32, 16, torch.float32)
+    meta, q = metadata([(40, 3)], tables), torch.randn(3, 4, 32)
+    good = {"q": q, "k": k, "v": v, "start": meta.query_start, "lens": meta.seq_lens, "tables": meta.block_tables}
+
+    def run(**changed: Tensor) -> Tensor:
+        it = good | changed
+        meta = AttentionMetadata(it["start"], it["lens"], it["tables"], torch.zeros(0, dtype=torch.int64))
+        return cpu.paged_attention(it["q"], it["k"], it["v"], meta, 0.2)
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    assert run().shape == (3, 4, 32)
+    wrong: list[dict[str, Tensor]] = [
+        {"q": q[..., :16]},
+        {"q": q[:, :3]},
+        {"q": q[0]},
+        {"k": k[1:]},
+        {"v": v.half()},
+        {"k": k.double(), "v": v.double()},
+        {"k": k.to(torch.int8), "v": v.to(torch.int8)},
+        {"k": k.transpose(0, 1), "v": v.transpose(0, 1)},
+        {"tables": meta.block_tables + 1000},
+        {"tables": meta.block_tables - 1000},
+        {"tables": meta.block_tables.long()},
+        {"tables": meta.block_tables[0]},
+        {"lens": ints(100_000)},
+        {"lens": ints(2)},
+        {"lens": ints(40, 40)},
+        {"start": ints(0, 100_000)},
+        {"start": ints(3, 0)},
+        {"start": ints(0)},
+    ]
+    for changed in wrong:
+        with pytest.raises(ValueError, match=r"\w"):
+            run(**changed)
+    rows = torch.randn(2, 2, 32)
+    for slots in (torch.tensor([0]), torch.tensor([0, 10**9]), torch.tensor([-1, 0]), ints(0, 1)):
+        before = k.clone()
+        with pytest.raises(ValueError, match="slots"):
+            cpu.write(rows, rows, k, v, AttentionMetadata(ints(0), ints(0), ints(0)[None], slots))
+        assert torch.equal(k, before)

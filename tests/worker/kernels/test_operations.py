@@ -64,8 +64,11 @@ def random_linear(rng: random.Random, format_: str, name: str, threads: int) -> 
         out = before.clone()
         return Linear(x, matrix, out, add, norm=norm, eps=1e-6, gated=gated), out
 
-    # With dot products of bfloat16 x is rounded to it too.
-    compare(make, frame(rows), 1e-2 if format_ == "bfloat16" and name == "avx512" else 1e-5, name, threads)
+    # With dot products of bfloat16 x is rounded to it too. What norms and gates give may differ by a unit in the last
+    # place, which now and then is a step more or less when it is rounded to int8.
+    rounds = format_ == "bfloat16" and name == "avx512"
+    rounds = rounds or (format_ in ("int8", "int4") and (gated is not None or norm is not None))
+    compare(make, frame(rows), 1e-2 if rounds else 1e-5, name, threads)
 
 
 @pytest.mark.parametrize("name", SETS)
