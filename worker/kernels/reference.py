@@ -30,7 +30,7 @@ def run_one(it: Operation, frame: Frame) -> None:
         case kernels.Norm():
             it.out[:rows] += rms_norm(it.x[:rows], it.weight, it.eps)
         case kernels.Linear():
-            _put(it.out[:rows], linear(_rounded(_input(it, rows), it.matrix.format), unpack(it.matrix)), it.add)
+            _put(it.out[:rows], linear(_rounded(input_of(it, rows), it.matrix.format), unpack(it.matrix)), it.add)
         case kernels.Rotary():
             _rotary(it, frame)
         case kernels.Attention():
@@ -44,7 +44,8 @@ def run_one(it: Operation, frame: Frame) -> None:
             it.out[: len(frame.sampled)] = it.x[: len(frame.sampled)].argmax(dim=-1)
 
 
-def _input(it: kernels.Linear, rows: int) -> Tensor:
+def input_of(it: kernels.Linear, rows: int) -> Tensor:
+    """What a linear multiplies, before it is rounded: x [rows, k], normed or gated if it says so."""
     if it.norm is not None:
         return rms_norm(it.x[:rows], it.norm, it.eps)
     if it.gated is None:
@@ -93,7 +94,7 @@ def _rounded(x: Tensor, format_: str) -> Tensor:
     if format_ not in ("int8", "int4"):
         return x
     padded = pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
-    scale = padded.abs().amax(-1, keepdim=True) / 127
-    values = torch.where(scale > 0, padded / scale, 0.0)
+    greatest = padded.abs().amax(-1, keepdim=True)
+    values = torch.where(greatest > 0, padded * (127 / greatest), 0.0)
     values = values.sign() * (values.abs() + 0.5).floor()
-    return (values * scale).flatten(1)[:, : x.shape[1]]
+    return (values * (greatest / 127)).flatten(1)[:, : x.shape[1]]
