@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def linears(layers: int, turns: int, threads: int, ceilings: dict[str, float]) -
         runs: dict[str, Callable[[], object]] = {"float32, torch": by_torch}
         for name, matrices in packed.items():
             program = Program([Linear(inputs[m.k], m, outputs[m.n]) for m in matrices], team)
-            runs[name] = lambda program=program, frame=frame: program.run(frame)  # type: ignore[misc]
+            runs[name] = partial(program.run, frame)
         results[str(rows)] = in_turn(runs, turns)
     macs = sum(n * k for n, k in SHAPES) * layers
     for name in results["1"]:
@@ -119,8 +120,8 @@ def attention(turns: int) -> dict[str, Any]:
             q, k, v, meta = _pages(sequences, shared, dtype)
             wide = q.float()  # as models on native kernels have it
             runs: dict[str, Callable[[], object]] = {
-                "native": lambda q=wide, k=k, v=v, meta=meta: cpu.paged_attention(q, k, v, meta, 0.125),  # type: ignore[misc]
-                "torch": lambda q=q, k=k, v=v, meta=meta: sdpa.paged_attention(q, k, v, meta, 0.125),  # type: ignore[misc]
+                "native": partial(cpu.paged_attention, wide, k, v, meta, 0.125),
+                "torch": partial(sdpa.paged_attention, q, k, v, meta, 0.125),
             }
             samples = results[f"{name}, {str(dtype).removeprefix('torch.')}"] = in_turn(runs, turns)
             native, torchs = (statistics.median(samples[side]) for side in ("native", "torch"))

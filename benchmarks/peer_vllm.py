@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     start = time.perf_counter()
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]  # only in its own environment
 
     llm = LLM(args.model, dtype=args.dtype, max_num_seqs=32, max_model_len=4096, disable_log_stats=True)
     print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)

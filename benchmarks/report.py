@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scheduler.bench import about
+from scheduler.bench import about, command
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -16,7 +16,7 @@ RESULTS = FOLDER / "results"
 
 def write(output: Path, **figures: Any) -> None:
     """The report as JSON."""
-    it = about() | {"command": " ".join(["python", *sys.argv])}
+    it = about() | {"command": command("python", *sys.argv)}
     output.parent.mkdir(exist_ok=True)
     text = json.dumps(it | figures, indent=1)
     flat = re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)

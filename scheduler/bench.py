@@ -246,6 +246,11 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def command(*words: str) -> str:
+    """As it was called, without the folders of this machine."""
+    return " ".join(Path(word).name if Path(word).is_absolute() else word for word in words)
+
+
 def about() -> dict[str, Any]:
     """The machine, the commit (of a checkout), the command."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -261,5 +266,5 @@ def about() -> dict[str, Any]:
             "load_average": os.getloadavg()[0],
         },
         "commit": done.stdout.strip() or "not a checkout",
-        "command": " ".join(["paged", *sys.argv[1:]]),
+        "command": command("paged", *sys.argv[1:]),
     }

@@ -82,7 +82,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """transformers' logits of every position, float32 [n, vocab]."""
     with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
 
 
 def write_gguf(file: Path, model: Any, kind: str = "F32", **overrides: Any) -> dict[str, Any]:

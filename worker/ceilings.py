@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -43,7 +44,7 @@ def measure(threads: int, formats: Iterable[str], repeat: int = 7) -> dict[str, 
     for format_ in formats:
         done = (_Multiplied * threads)()
         operation = _Multiply(kernels.MULTIPLY, 0, REPEATS, kernels.FORMATS[format_], 1e-9, ctypes.addressof(done))
-        seconds = _best(lambda operation=operation: team.run([operation], kernels.Frame()), 10 * repeat)  # type: ignore[misc]
+        seconds = _best(partial(team.run, [operation], kernels.Frame()), 10 * repeat)
         rates[f"{format_}_operations_per_s"] = sum(part.operations for part in done) / seconds
     return rates
 

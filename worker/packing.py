@@ -59,7 +59,7 @@ def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantiza
         folder = cached(key, default_cache(), lambda work: _write(work / FILE, packed()))
         try:
             return _map(folder / FILE)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # whatever a wrong header leads to
             print(f"paged: {folder / FILE} is damaged ({error}): packing again", file=sys.stderr)
             shutil.rmtree(folder, ignore_errors=True)
             return _map(cached(key, default_cache(), lambda work: _write(work / FILE, packed())) / FILE)

@@ -76,8 +76,8 @@ def test_arrays_are_contiguous_and_the_callers_own() -> None:
         tables = manager.tables([0, 3], group)
         arrays = (
             tables,
-            *export.padded(manager, [0, 3], seq_lens, group),  # type: ignore[arg-type]
-            *export.csr(manager, [0, 3], seq_lens, group),  # type: ignore[arg-type]
+            *export.padded(manager, [0, 3], seq_lens, group),  # type: ignore[arg-type]  # lengths of NumPy
+            *export.csr(manager, [0, 3], seq_lens, group),  # type: ignore[arg-type]  # lengths of NumPy
             export.slots(manager, [0], [lengths[0] - 1], [lengths[0]], group),
         )
         assert all(array.flags.c_contiguous for array in arrays)

@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[type[Exception], Call]] = {
     "negative spare": (ValueError, lambda m: m.allocate(2, ids(*range(90)), 90, spare=-99)),
     "negative room": (ValueError, lambda m: m.allocate(2, ids(1), 1, room=-1)),
     "negative num_new": (ValueError, lambda m: m.allocate(2, ids(1), -1)),
-    "num_new of a float": (TypeError, lambda m: m.allocate(2, ids(1, 2), 1.0)),  # type: ignore[arg-type]
+    "num_new of a float": (TypeError, lambda m: m.allocate(2, ids(1, 2), 1.0)),  # type: ignore[arg-type]  # the misuse
     "namespace of a text": (TypeError, lambda m: m.allocate(2, ids(1), 1, namespace="tenant")),  # type: ignore[arg-type]
     "namespace of a text in a pin": (TypeError, lambda m: m.pin(ids(1), 1.0, "tenant")),  # type: ignore[arg-type]
     "namespace of None in a match": (TypeError, lambda m: m.match(ids(1), None)),  # type: ignore[arg-type]

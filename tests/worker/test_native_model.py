@@ -209,7 +209,7 @@ def converted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return model
 
 
-@pytest.mark.parametrize("damage", ["empty", "short", "long", "zeros", "missing"])
+@pytest.mark.parametrize("damage", ["empty", "short", "long", "zeros", "list", "dtype", "missing"])
 def test_a_damaged_file_is_packed_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -220,6 +220,7 @@ def test_a_damaged_file_is_packed_again(
     content = file.read_bytes()
     file.unlink()  # what is mapped stays as it was
     changed = {"empty": b"", "short": content[:-1], "long": content + b"0", "zeros": bytes(len(content))}
+    changed |= {"list": b"[]\n" + content, "dtype": content.replace(b"float32", b"float23", 1)}
     if damage in changed:
         file.write_bytes(changed[damage])
     assert capsys.readouterr().err == ""
