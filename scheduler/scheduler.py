@@ -81,7 +81,12 @@ class Scheduler:
         family = self._live.get(request_id)
         if family is not None:
             for sequence in family.live:
-                self._end(family, sequence, "abort")
+                try:
+                    self._end(family, sequence, "abort")
+                except Exception as error:  # noqa: BLE001  of a tokenizer, as in update()
+                    self.faults.append(error)
+                    sequence.text = None
+                    self._end(family, sequence, "abort")
             self._finish(family)
         return family
 
@@ -366,10 +371,10 @@ class Scheduler:
     def _end(self, family: Family, sequence: Sequence, reason: FinishReason) -> None:
         """The only way to an end of a sequence, once for each."""
         assert sequence.finish_reason is None, f"{sequence} has ended"
+        if sequence.text is not None:
+            sequence.text.finish()  # if it raises, the sequence has not ended
         self._leave(sequence)
         sequence.finish_reason = reason
-        if sequence.text is not None:
-            sequence.text.finish()
         del self._by_id[sequence.seq_id]
 
     def _finish(self, family: Family) -> None:

@@ -30,6 +30,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._special = special  # bos_token and its like, which templates use by name
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self._single: dict[tuple[int, bool], str] = {}
         self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         tokenizer.no_truncation()  # a file may ask for them, for the training that it comes from
         tokenizer.no_padding()
@@ -75,9 +76,16 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
+        """`decode` of one token, remembered."""
+        text = self._single.get((token_id, skip_special_tokens))
+        if text is None:
+            text = self._single[token_id, skip_special_tokens] = self.decode((token_id,), skip_special_tokens)
+        return text
+
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones too; bytes that are no character show as U+FFFD."""
-        return self.decode([token_id], skip_special_tokens=False)
+        return self.decode_one(token_id, skip_special_tokens=False)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the tokens of `text`, without tokenising it; 0 where the text may be shortened first."""
@@ -131,7 +139,8 @@ class TextStream:
 
     Tokens are decoded in a window: from the group shown last to the newest. A group is shown once its text no longer
     ends in U+FFFD, which is what a character's first bytes decode to; what stands before the U+FFFD is shown at once,
-    and `finish` shows what is left. So the deltas together are what decoding all ids at once gives.
+    and `finish` shows what is left. So the deltas together are what decoding all ids at once gives. Tokens are decoded
+    when somebody asks for text, or looks for a stop string in it: without either, all of them once at the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -147,7 +156,8 @@ class TextStream:
         self._ahead = 0  # characters after ids[:read] that are in `text` too
         self._taken = 0  # characters of `text` that were given out
         self._ended = False
-        self.text = ""  # everything decoded so far
+        self._decoded = 0  # ids that were looked at
+        self._text = ""  # everything decoded so far
         self.stop_reason: str | None = None
 
     def push(self, token_id: int) -> bool:
@@ -155,6 +165,35 @@ class TextStream:
         if token_id in self._hidden:
             return False
         self._ids.append(token_id)
+        return bool(self._stops) and self._decode()
+
+    @property
+    def text(self) -> str:
+        """Everything that can be read so far."""
+        self._decode()
+        return self._text
+
+    def finish(self) -> None:
+        """No more tokens: show what is held back."""
+        self._decode()
+        if not self._ended and self._read < len(self._ids):
+            shown, text = self._window()
+            self._text += text[len(shown) + self._ahead :]
+        self._ended = True
+
+    def take_delta(self) -> str:
+        """What may be shown and was not yet."""
+        self._decode()
+        end = len(self._text) - (0 if self._ended else self._held_back())
+        delta = self._text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return delta
+
+    def _decode(self) -> bool:
+        """Take what has come into the text. True when a stop string is complete."""
+        if self._ended or self._decoded == len(self._ids):
+            return False
+        self._decoded = len(self._ids)
         shown, text = self._window()
         whole = text.rstrip(_REPLACEMENT)
         new = whole[len(shown) + self._ahead :]
@@ -163,39 +202,27 @@ class TextStream:
             self._before, self._read, self._ahead = self._read, len(self._ids), 0
         return self._append(new) if new else False
 
-    def finish(self) -> None:
-        """No more tokens: show what is held back."""
-        if not self._ended and self._read < len(self._ids):
-            shown, text = self._window()
-            self.text += text[len(shown) + self._ahead :]
-        self._ended = True
-
-    def take_delta(self) -> str:
-        """What may be shown and was not yet."""
-        end = len(self.text) - (0 if self._ended else self._held_back())
-        delta = self.text[self._taken : end]
-        self._taken = max(self._taken, end)
-        return delta
-
     def _window(self) -> tuple[str, str]:
         """The text of the group shown last, and of it with all that came after."""
-        shown = self._tokenizer.decode(self._ids[self._before : self._read], self._skip_special)
-        return shown, self._tokenizer.decode(self._ids[self._before :], self._skip_special)
+        ids, before, read = self._ids, self._before, self._read
+        decode, skip = self._tokenizer.decode, self._skip_special
+        shown = self._tokenizer.decode_one(ids[before], skip) if read - before == 1 else decode(ids[before:read], skip)
+        return shown, decode(ids[before:], skip)
 
     def _append(self, new: str) -> bool:
-        start = max(0, len(self.text) - self._longest_stop + 1)  # a match ends in what is new
-        self.text += new
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        start = max(0, len(self._text) - self._longest_stop + 1)  # a match ends in what is new
+        self._text += new
+        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
         if not found:
             return False
         at, self.stop_reason = min(found)
-        self.text = self.text[: at + len(self.stop_reason) if self._include_stop else at]
+        self._text = self._text[: at + len(self.stop_reason) if self._include_stop else at]
         self._ended = True
         return True
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
-        return max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        return max((_overlap(self._text, stop) for stop in self._stops), default=0)
 
 
 def _overlap(text: str, stop: str) -> int:

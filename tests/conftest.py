@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import paged
+import scheduler  # noqa: F401  before its tests, see below
 from paged import KVCacheManager
 from worker.checkpoints import Checkpoint, resolve
 
@@ -19,6 +21,9 @@ settings.register_profile(
     "paged", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("paged")
+
+# Only now, that they are imported: the tests' folders paged, scheduler and worker must not stand for the packages.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Processes that tests start use the same paged as they, not what lies in the folder where they are started.
 os.environ["PYTHONSAFEPATH"] = "1"

@@ -83,11 +83,10 @@ def build_inputs(
     ends = np.cumsum(counts)
     total = int(ends[-1])
     token_ids = np.empty(total, dtype=np.int64)
-    positions = np.empty(total, dtype=np.int64)
     groups = len(states[0].pages)
-    slots = np.empty((groups, total), dtype=np.int64)
     seq_lens = np.empty(len(rows), dtype=np.int32)
     tables = np.zeros((groups, len(rows), max(state.num_pages for state in states)), dtype=np.int32)
+    end = 0
     for i, (row, state) in enumerate(zip(rows, states, strict=True)):
         first, last = state.num_computed, state.num_computed + row.num_tokens
         if row.num_tokens < 1 or last > state.num_tokens or last > state.num_pages * page_size:
@@ -97,12 +96,13 @@ def build_inputs(
             )
         if row.samples and last != state.num_tokens:
             raise StepError(f"sequence {row.seq_id}: only a row that reaches the last token can sample")
-        flat = slice(int(ends[i]) - row.num_tokens, int(ends[i]))
-        token_ids[flat] = state.tokens[first:last]
-        positions[flat] = np.arange(first, last)
-        slots[:, flat] = _slots(state.pages, positions[flat], page_size)
+        end += row.num_tokens
+        token_ids[end - row.num_tokens : end] = state.tokens[first:last]
         seq_lens[i] = last
         tables[:, i, : state.num_pages] = state.pages[:, : state.num_pages]
+    owners = np.repeat(np.arange(len(rows)), counts)  # [tokens]: the row of each
+    positions = np.arange(total) + (seq_lens - ends)[owners]
+    slots = tables[:, owners, positions // page_size].astype(np.int64) * page_size + positions % page_size
     sampled = (ends - 1)[np.fromiter((row.samples for row in rows), dtype=bool, count=len(rows))]
     query_start = np.concatenate(([0], ends)).astype(np.int32)
 
@@ -112,7 +112,3 @@ def build_inputs(
     starts, lens = tensor(query_start), tensor(seq_lens)
     metas = tuple(AttentionMetadata(starts, lens, tensor(tables[g]), tensor(slots[g])) for g in range(groups))
     return Inputs(tensor(token_ids), tensor(positions), metas, tensor(sampled.astype(np.int64)))
-
-
-def _slots(pages: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], page_size: int) -> npt.NDArray[np.int64]:
-    return pages[:, positions // page_size].astype(np.int64) * page_size + positions % page_size

@@ -61,11 +61,13 @@ class ModelRunner:
         tokens = sample(logits, params, uniforms, best)
         for (_, state), token in zip(sampling, tokens, strict=True):
             state.append_token(token)
+        counts = [state.num_logprobs for _, state in sampling]
+        wanted = any(count is not None for count in counts)
         return StepResult(
             step.number,
             tuple(seq_id for seq_id, _ in sampling),
             tuple(tokens),
-            tuple(logprobs(logits, tokens, [state.num_logprobs for _, state in sampling])),
+            tuple(logprobs(logits, tokens, counts)) if wanted else (),
         )
 
     def _compute(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -24,8 +24,8 @@ from worker.step import Step, StepResult
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def greedy(max_tokens: int = 6) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens)
+def greedy(max_tokens: int = 6, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **more)
 
 
 def run(engine: Engine) -> list[RequestOutput]:
@@ -238,14 +238,14 @@ class FailingTokenizer:
             raise RuntimeError("no text")
         return " ".join(map(str, token_ids))
 
-    def token_text(self, token_id: int) -> str:
-        return str(token_id)
+    def decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self.decode([token_id], skip_special_tokens)
 
 
 @pytest.mark.parametrize("n", range(1, 16))
 def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int) -> None:
     """S2, S4: every request ends once, the others with the tokens they have alone; the fault itself is raised."""
-    params = {"a": greedy(1), "b": greedy(4), "c": greedy(5)}
+    params = {"a": greedy(1), "b": greedy(4, stop="no"), "c": greedy(5, stop=["such", "text"])}
     prompts = {"a": [1, 2], "b": [5, 6], "c": [7]}
 
     def answers(tokenizer: FailingTokenizer) -> tuple[dict[str, RequestOutput], int]:
@@ -265,9 +265,23 @@ def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int) ->
         assert sorted(output.request_id for output in found) == ["a", "b", "c"]
         return {output.request_id: output for output in found}, raised
 
-    wanted, _ = answers(FailingTokenizer(0))
+    counted = FailingTokenizer(0)
+    wanted, _ = answers(counted)
     found, raised = answers(FailingTokenizer(n))
     ended = [name for name, output in found.items() if output.outputs[0].finish_reason == "abort"]
-    assert len(ended) == raised <= 1
+    assert len(ended) == raised == (n <= -counted.left)
     for name in found.keys() - set(ended):
         assert tokens(found[name]) == tokens(wanted[name])
+
+
+def test_a_request_is_aborted_though_its_text_cannot_be_made() -> None:
+    engine, _ = fake_engine(40, 4, tokenizer=cast(Any, FailingTokenizer(1)))
+    engine.add("a", [1, 2], greedy(9))
+    engine.step()
+    output = engine.abort("a")
+    assert output is not None
+    assert (output.finished, output.outputs[0].finish_reason, output.outputs[0].text) == (True, "abort", "")
+    assert idle(engine.scheduler.manager)
+    with pytest.raises(RuntimeError, match="no text"):
+        engine.step()
+    assert not engine.has_work
