@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paged.errors import ConfigError
+from paged.errors import ConfigError, RequestError
 from paged.layout import DTYPE_BYTES
 from worker.device import head_format
 from worker.step import SamplingParams
@@ -76,6 +76,20 @@ def read_reference(workload: Path, given: Path | None, requests: Workloads) -> d
                 f"{path} has {len(content[name])} answers to the {len(requests[name])} requests of {name}"
             )
     return content
+
+
+def check(llm: LLM, workloads: Workloads) -> None:
+    """Raises ConfigError, which names the workload, for a request that the engine would refuse."""
+    for name, requests in workloads.items():
+        for i, request in enumerate(requests):
+            try:
+                llm.engine.resolve(str(i), request["prompt"], _params(request))
+            except RequestError as error:
+                raise ConfigError(f"request {i + 1} of workload {name} cannot be run: {error}") from None
+
+
+def _params(request: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=request["out"], ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -147,8 +161,7 @@ class Bench:
         tokens: dict[str, list[int]] = {}
         start = time.perf_counter()
         for i, request in enumerate(requests):
-            params = SamplingParams(temperature=0, max_tokens=request["out"], ignore_eos=True)
-            engine.add(str(i), request["prompt"], params, stream=True)
+            engine.add(str(i), request["prompt"], _params(request), stream=True)
         while engine.has_work:
             for output in engine.step():
                 now = time.perf_counter() - start

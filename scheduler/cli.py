@@ -181,6 +181,7 @@ def bench_offline(
     from worker.ceilings import measure
 
     llm = LLM.from_config(replace(config, max_num_seqs=min(config.max_num_seqs, bench.MAX_RUNNING)))
+    bench.check(llm, workloads)
     if profile and llm.plan.backend != "native":
         raise ConfigError(f"a profile needs the native kernels, and the backend is {llm.plan.backend}")
     found = measure(llm.plan.threads, dict.fromkeys(bench.formats(llm)))

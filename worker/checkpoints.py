@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from paged.errors import CheckpointError
 from worker.model_config import ModelConfig
 
 CONVERTER = 1  # to be raised when convert_gguf writes something else
+_LONG_WAIT = 1.0  # seconds after which it is said what is waited for
 _HUB_TIMEOUT = 10.0  # seconds until a hub that does not answer counts as absent
 Report = Callable[[str], None]
 
@@ -235,7 +236,12 @@ def cached(key: str, cache: Path, make: Callable[[Path], None]) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(cache / f"{key}.lock")
-        with lock:
+        try:
+            held = lock.acquire(timeout=_LONG_WAIT)
+        except Timeout:
+            _to_stderr(f"{key}: waiting for another process that is making it")
+            held = lock.acquire()
+        with held:
             for stale in cache.glob(f"{key}.tmp-*"):  # of a run that was killed: we hold the lock, so nobody uses it
                 shutil.rmtree(stale, ignore_errors=True)  # a pip that outlived its run may still write there
             if not final.is_dir():

@@ -88,6 +88,16 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("smollm2")
+def test_a_request_that_cannot_run_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    long = {"prompt": [5] * 9000, "out": 2}
+    (tmp_path / "workload.json").write_text(json.dumps(WORKLOADS | {"C": [WORKLOADS["A"][0], long]}))
+    done = bench(tmp_path, "--kv-memory", "64MiB", "--dtype", "float32")
+    assert done.returncode == 2
+    assert "request 2 of workload C cannot be run: the prompt has 9000 tokens" in done.stderr
+    assert done.stdout == ""
+
+
 def test_the_reference_is_the_file_beside_the_workload_if_there_is_one(tmp_path: Path) -> None:
     workload = tmp_path / "workload_x.json"
     assert read_reference(workload, None, WORKLOADS) == {}

@@ -216,6 +216,7 @@ def test_the_lock_is_waited_for(gguf_file: Path, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tiny_llama(cache / key)
-    process.communicate()
+    _, errors = process.communicate()
     assert process.returncode == 0
+    assert f"{key}: waiting for another process" in errors.decode()
     assert folders(cache) == [key]
