@@ -26,6 +26,7 @@ from paged.errors import ConfigError, RequestError
 from paged.layout import DTYPE_BYTES
 from worker.device import head_format
 from worker.step import SamplingParams
+from worker.tensors import num_parameters
 
 if TYPE_CHECKING:
     from scheduler.llm import LLM
@@ -141,7 +142,7 @@ class Bench:
         self._profile = self._executor.profile() if profile else None
         model = llm.model_config
         embedding = model.vocab_size * model.hidden_size
-        matrices = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2)
+        matrices = num_parameters(model) - embedding * (1 if model.tie_word_embeddings else 2)
         layers, head = (ceilings[f"{format_}_operations_per_s"] for format_ in formats(llm))
         self._multiply = 2 * matrices / layers, 2 * embedding / head
         # Of an embedding that is not the head itself a step reads few rows.

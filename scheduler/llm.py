@@ -32,6 +32,7 @@ from worker.checkpoints import peek, resolve
 from worker.device import pick_backend, pick_device, pick_dtype, pick_threads
 from worker.model_config import ModelConfig
 from worker.step import SamplingParams
+from worker.tensors import num_parameters
 
 # Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too.
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, Any]
@@ -94,7 +95,7 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
     known: dict[str, Any] = {}
     if model is not None:
         layout = kv_layout(model, dtype, page_size)
-        max_model_len = config.max_model_len or model.max_model_len
+        max_model_len = config.max_model_len or model.default_max_model_len
         if max_model_len > model.max_model_len:
             raise ConfigError(
                 f"max_model_len is {max_model_len}, and the model's positions end at {model.max_model_len}: lower it"
@@ -138,10 +139,11 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
 def _weight_bytes(model: ModelConfig, dtype: str, quantization: str | None, native: bool) -> int:
     """What the weights take. Native kernels have the head packed, beside the embedding that it may be tied to."""
     embedding = model.vocab_size * model.hidden_size
-    rest = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2)
+    parameters = num_parameters(model)
+    rest = parameters - embedding * (1 if model.tie_word_embeddings else 2)
     size = DTYPE_BYTES[dtype]
     if not native:
-        return model.num_parameters * size
+        return parameters * size
     matrices, head = (_QUANTIZED_BYTES[quantization], _QUANTIZED_BYTES["int8"]) if quantization else (size, size)
     return int(rest * matrices + embedding * (size + head))
 

@@ -47,6 +47,119 @@ TINY_GEMMA3: dict[str, Any] = {
 }
 
 
+# Every family, with what is its own; at least two layers of each kind.
+_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+_SLIDES = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 4}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "LlamaConfig", TINY),
+    "llama3": (
+        "Llama",
+        "LlamaConfig",
+        TINY
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 40,
+            },
+        },
+    ),
+    "llama-linear": (
+        "Llama",
+        "LlamaConfig",
+        TINY | {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}},
+    ),
+    "mistral": ("Mistral", "MistralConfig", TINY | {"sliding_window": 7, "rope_parameters": _ROPE}),
+    "qwen2": (
+        "Qwen2",
+        "Qwen2Config",
+        TINY
+        | _SLIDES
+        | {
+            "max_window_layers": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "qwen3": (
+        "Qwen3",
+        "Qwen3Config",
+        TINY | {"rope_parameters": _ROPE, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "smollm3": (
+        "SmolLM3",
+        "SmolLM3Config",
+        TINY | _SLIDES | {"no_rope_layers": [1, 0, 0, 1], "pad_token_id": 0, "rope_parameters": _ROPE},
+    ),
+    "gemma2": (
+        "Gemma2",
+        "Gemma2Config",
+        {name: value for name, value in TINY_GEMMA3.items() if name not in ("layer_types", "rope_parameters")}
+        | {
+            "num_hidden_layers": 4,
+            "rope_parameters": _ROPE,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": ("Gemma3", "Gemma3TextConfig", TINY_GEMMA3),
+    "phi3": (
+        "Phi3",
+        "Phi3Config",
+        TINY
+        | {
+            "hidden_size": 80,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 256,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+                "long_factor": [1.5, 2.0, 3.0, 5.0, 6.0, 8.0],
+            },
+        },
+    ),
+    "phi3-window": (
+        "Phi3",
+        "Phi3Config",
+        TINY | {"sliding_window": 7, "pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_parameters": _ROPE},
+    ),
+    "olmo2": ("Olmo2", "Olmo2Config", TINY | {"attention_bias": True, "rope_parameters": _ROPE}),
+    "granite": (
+        "Granite",
+        "GraniteConfig",
+        TINY
+        | {
+            "rope_parameters": _ROPE,
+            "embedding_multiplier": 1.7,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 1.9,
+            "mlp_bias": True,
+        },
+    ),
+}
+
+
+def tiny(family: str, folder: Path, **overrides: Any) -> Any:
+    """Make a seeded random model of FAMILIES, save it to `folder`, and return the transformers model, float32."""
+    name, config, settings = FAMILIES[family]
+    return _tiny(name, config, settings | overrides, folder)
+
+
 def tiny_llama(folder: Path, shard_size: str = "1GB", **overrides: Any) -> Any:
     """Make a seeded random Llama, save it to `folder`, and return the transformers model, float32."""
     return _tiny("Llama", "LlamaConfig", TINY | overrides, folder, shard_size)

@@ -123,7 +123,7 @@ def test_a07_after_new_weights_nothing_old_is_found_and_the_answers_are_theirs(
 ) -> None:
     """Negate K and V of layer 0, and back; held to transformers with the same weights."""
     names = [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv"]
-    weights = load_weights(smollm2.path, smollm2.config, torch.float32, torch.device("cpu"))
+    weights = load_weights(smollm2.path, smollm2.config)
     negated = {name: -weights[name] for name in names}
     greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
     with engine() as llm:

@@ -13,9 +13,8 @@ from paged.kernels import Team
 from paged.layout import KVLayout
 from paged.pool import KVPool
 from worker.executor import LocalExecutor
-from worker.model_config import GEMMA3, LLAMA, ModelConfig
-from worker.models.gemma3 import Gemma3
-from worker.models.llama import Llama
+from worker.model_config import ModelConfig
+from worker.models.decoder import Decoder
 from worker.native_model import NativeModel
 from worker.packing import pack_weights, packed_weights
 from worker.runner import Model, ModelRunner
@@ -26,7 +25,6 @@ ATTENTION: dict[str, PagedAttention] = {
     "sdpa": sdpa.paged_attention,
     "native": cpu.paged_attention,
 }
-MODELS: dict[str, type[Llama] | type[Gemma3]] = {LLAMA: Llama, GEMMA3: Gemma3}
 
 
 def load_executor(
@@ -56,12 +54,12 @@ def load_executor(
         if team is not None and not replaced:
             parts = packed_weights(folder, config, dtype, quantization)
             return NativeModel(config, parts, pool, max_model_len, team, quantization)
-        weights = load_weights(folder, config, dtype, torch.device(device))
+        weights = load_weights(folder, config)
         replace_weights(weights, replaced, config)
         if team is not None:
-            parts = dict(pack_weights(weights, config, quantization))
+            parts = dict(pack_weights(weights, config, dtype, quantization))
             return NativeModel(config, parts, pool, max_model_len, team, quantization)
-        return MODELS[config.architecture](config, weights, max_model_len)
+        return Decoder(config, weights, max_model_len, dtype, torch.device(device))
 
     runner = ModelRunner(load(path, {}), pool, ATTENTION[backend])
     return LocalExecutor(runner, load)

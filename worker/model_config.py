@@ -1,47 +1,171 @@
 """ModelConfig: the shapes and constants of a checkpoint, read from its config.json. No torch, no transformers.
 
-What is not understood is refused by name: a model that loads wrong is worse than one that does not load.
+Every family is one decoder with other parameters: where its norms stand, which matrices have a bias, what its layers
+see and how they turn. What is not understood is refused by name: a model that loads wrong is worse than one that does
+not load.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Literal
 
 from paged.errors import CheckpointError
+from worker.rope import Json, Rope, read_rope
 
-Json = Mapping[str, Any]
-LLAMA, GEMMA3 = "LlamaForCausalLM", "Gemma3ForCausalLM"
-_MODEL_TYPES = {"llama": LLAMA, "gemma3_text": GEMMA3}  # for a config that names no architecture
-_ACTIVATIONS = {LLAMA: ("hidden_act", "silu"), GEMMA3: ("hidden_activation", "gelu_pytorch_tanh")}
-_REFUSED = (
-    "attention_bias",
-    "mlp_bias",
-    "use_bidirectional_attention",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
+NormPlace = Literal["before", "around", "after"]  # of the two halves of a layer
+QKNorm = Literal["head", "all"]  # each head by itself, or all of a token's together
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# What a Gemma 3 has where its config says nothing, as in transformers; the defaults beside the fields are Llama's.
-_GEMMA3_DEFAULTS: Json = {
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What of a family its config.json does not say. defaults: of fields that it leaves out, as in transformers."""
+
+    defaults: Json = field(default_factory=dict)
+    fields: frozenset[str] = frozenset()  # that it has beside those of every family
+    activation_field: str = "hidden_act"
+    activation: str = "silu"
+    norm_place: NormPlace = "before"
+    norm_offset: float = 0.0
+    qk_norm: QKNorm | None = None
+    qkv_bias: bool = False  # whatever attention_bias says
+    fused: bool = False
+    windows: Literal["none", "every", "types"] = "none"  # how layers get the field sliding_window
+    ropes: Literal["one", "two"] = "one"  # two: layers with a window have their own
+    theta: float | None = None
+
+
+_BIASES, _WINDOWS = frozenset({"attention_bias", "mlp_bias"}), frozenset({"sliding_window"})
+_TYPES = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
+_GEMMA = frozenset({"query_pre_attn_scalar", "sliding_window", "layer_types"})
+_GEMMA_DEFAULTS: Json = {
     "head_dim": 256,
-    "max_position_embeddings": 131072,
     "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
+FAMILIES: dict[str, _Family] = {
+    "LlamaForCausalLM": _Family(fields=_BIASES | {"rope_interleaved"}),
+    "MistralForCausalLM": _Family(
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, _WINDOWS, windows="every"
+    ),
+    "Qwen2ForCausalLM": _Family(
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        _TYPES,
+        qkv_bias=True,
+        windows="types",
+    ),
+    "Qwen3ForCausalLM": _Family(
+        {
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        _TYPES | {"attention_bias"},
+        qk_norm="head",
+        windows="types",
+    ),
+    "SmolLM3ForCausalLM": _Family(
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+        _TYPES | _BIASES | {"no_rope_layers", "no_rope_layer_interval"},
+        windows="types",
+        theta=2e6,
+    ),
+    "Gemma2ForCausalLM": _Family(
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        _GEMMA | {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern", "attention_bias"},
+        "hidden_activation",
+        "gelu_pytorch_tanh",
+        "around",
+        1.0,
+        windows="types",
+        theta=1e4,
+    ),
+    "Gemma3ForCausalLM": _Family(
+        {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        _GEMMA
+        | {"sliding_window_pattern", "attention_bias", "rope_local_base_freq", "final_logit_softcapping"}
+        | {"attn_logit_softcapping"},
+        "hidden_activation",
+        "gelu_pytorch_tanh",
+        "around",
+        1.0,
+        "head",
+        windows="types",
+        ropes="two",
+        theta=1e6,
+    ),
+    "Phi3ForCausalLM": _Family(
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        _WINDOWS | {"original_max_position_embeddings", "partial_rotary_factor"},
+        fused=True,
+        windows="every",
+        theta=1e4,
+    ),
+    "Olmo2ForCausalLM": _Family(
+        {"rms_norm_eps": 1e-5}, frozenset({"attention_bias"}), norm_place="after", qk_norm="all"
+    ),
+    "GraniteForCausalLM": _Family(
+        fields=_BIASES | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+    ),
+}
+_MODEL_TYPES = {  # for a config that names no architecture
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+# Fields that change what a model computes, and that not every family has: where one has not, a value is refused.
+_REFUSED = frozenset().union(*(family.fields for family in FAMILIES.values())) | {
+    "quantization_config",
+    "use_bidirectional_attention",
+    "clip_qkv",
+    "num_experts",
+    "num_local_experts",
+    "qk_layernorm",
+    "use_qk_norm",
+    "logit_scale",
+    "lm_head_bias",
+    "position_embedding_type",
+    "alibi",
+    "parallel_residual",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "attn_temperature_tuning",
+}
+_HARMLESS: frozenset[str] = frozenset({"layer_types", "sliding_window", "max_window_layers"})  # where nothing slides
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder. head_dim is the model's own, which need not be hidden_size / num_heads."""
 
-    architecture: str  # LLAMA or GEMMA3
+    architecture: str  # of FAMILIES
     vocab_size: int  # rows of the embedding
     hidden_size: int
     intermediate_size: int
@@ -50,23 +174,35 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float  # base of the rotary embedding
-    rope_factor: float  # positions are divided by it, but for layers with a window
-    local_rope_theta: float  # base in layers with a window
     attention_scale: float  # of q k^T
     layer_windows: tuple[int | None, ...]  # for each layer the tokens that a query sees, its own included; None is all
+    layer_ropes: tuple[Rope | None, ...]  # for each layer how queries and keys turn; None: they do not
     max_model_len: int  # positions that the model knows
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint
+    norm_place: NormPlace = "before"
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    qk_norm: QKNorm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False  # q, k and v are one tensor, gate and up another
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0  # rounded to the dtype
+    residual_scale: float = 1.0  # of what each half of a layer adds
+    logits_divisor: float = 1.0
+    attention_soft_cap: float = 0.0  # 0 is none
+    logits_soft_cap: float = 0.0
 
     @classmethod
     def from_hf(cls, config: Json, generation_config: Json | None = None) -> ModelConfig:
         """Read a config.json (old and new spellings) and a generation_config.json. Raises CheckpointError."""
         architecture = _architecture(config)
-        gemma3 = architecture == GEMMA3
-        if gemma3:
-            config = {**_GEMMA3_DEFAULTS, **config}
+        family = FAMILIES[architecture]
+        _refuse(config, architecture, family)
+        config = {**family.defaults, **config}
+        gemma = family.norm_offset > 0
         hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % heads:
             raise CheckpointError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -77,7 +213,15 @@ class ModelConfig:
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads do not divide into {kv_heads} key/value heads")
         num_layers = _integer(config, "num_hidden_layers")
-        rope_theta, rope_factor, local_rope_theta = _gemma3_ropes(config) if gemma3 else _llama_ropes(config)
+        windows = _layer_windows(config, family, num_layers)
+        positions = _integer(config, "max_position_embeddings", 2048)
+        ropes = _layer_ropes(config, family, windows, head_dim, positions)
+        scale = head_dim**-0.5
+        if gemma:
+            scale = _number(config, "query_pre_attn_scalar") ** -0.5
+        elif "attention_multiplier" in family.fields:
+            scale = _number(config, "attention_multiplier", 1.0)
+        attention_bias = "attention_bias" in family.fields and _flag(config, "attention_bias")
         return cls(
             architecture=architecture,
             vocab_size=_integer(config, "vocab_size"),
@@ -88,102 +232,162 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            rope_theta=rope_theta,
-            rope_factor=rope_factor,
-            local_rope_theta=local_rope_theta,
-            attention_scale=(_number(config, "query_pre_attn_scalar") if gemma3 else head_dim) ** -0.5,
-            layer_windows=_layer_windows(config, num_layers) if gemma3 else (None,) * num_layers,
-            max_model_len=_integer(config, "max_position_embeddings", 2048),
-            tie_word_embeddings=_tied(config),
+            attention_scale=scale,
+            layer_windows=windows,
+            layer_ropes=ropes,
+            max_model_len=_longest(config, positions, ropes),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
             eos_token_ids=_eos_token_ids(config, generation_config or {}),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            norm_place=family.norm_place,
+            norm_offset=family.norm_offset,
+            qk_norm=family.qk_norm,
+            qkv_bias=family.qkv_bias or attention_bias,
+            out_bias=attention_bias,
+            mlp_bias="mlp_bias" in family.fields and _flag(config, "mlp_bias"),
+            fused=family.fused,
+            activation=_activation(config, family),
+            embedding_scale=hidden**0.5 if gemma else _number(config, "embedding_multiplier", 1.0),
+            residual_scale=_number(config, "residual_multiplier", 1.0),
+            logits_divisor=_number(config, "logits_scaling", 1.0),
+            attention_soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+            logits_soft_cap=_soft_cap(config, "final_logit_softcapping"),
         )
 
     @property
-    def num_parameters(self) -> int:
-        """Numbers in all weights, to know their bytes before torch is imported; tied ones count once."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
-        norms = 4 * self.hidden_size + 2 * self.head_dim if self.architecture == GEMMA3 else 2 * self.hidden_size
-        layer = attention + 3 * self.intermediate_size * self.hidden_size + norms
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return embeddings + self.num_layers * layer + self.hidden_size
+    def default_max_model_len(self) -> int:
+        """Positions that an engine takes where nobody says: of longrope those up to which short factors count."""
+        short = [rope.trained for rope in self.layer_ropes if rope is not None and rope.short_factors]
+        return min([self.max_model_len, *short])
 
 
 def _architecture(config: Json) -> str:
-    """The one of those that we know. Refuses what none of them does here."""
+    """The one of those that we know."""
     named = config.get("architectures") or []
     named = named if isinstance(named, list) else [named]
-    by_type = [name for model_type, name in _MODEL_TYPES.items() if config.get("model_type") == model_type]
-    known = [name for name in _ACTIVATIONS if name in (named or by_type)]
+    by_type = _MODEL_TYPES.get(str(config.get("model_type")))
+    known = [name for name in FAMILIES if name in (named or [by_type])]
     if not known:
         name = ", ".join(map(str, named)) or config.get("model_type") or "no architecture"
         code = "; its own code (auto_map) is never run" if config.get("auto_map") else ""
-        raise CheckpointError(f"config.json names {name}, and only {' and '.join(_ACTIVATIONS)} are supported{code}")
-    key, activation = _ACTIVATIONS[known[0]]
-    if (given := config.get(key, activation)) != activation:
-        raise CheckpointError(f"config.json: {key} {given!r} is not supported, only {activation!r}")
-    for name in _REFUSED:
-        if config.get(name) is not None and config[name] is not False:
-            raise CheckpointError(f"config.json: {name} is not supported")
+        raise CheckpointError(f"config.json names {name}, and only {', '.join(FAMILIES)} are supported{code}")
     return known[0]
 
 
-def _layer_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
-    """Of a Gemma 3, from `layer_types` (new) or `sliding_window_pattern` (old), every so manieth layer seeing all."""
+def _refuse(config: Json, architecture: str, family: _Family) -> None:
+    """Refuse what changes the computation, and what this family does not have here."""
+    for name in sorted(_REFUSED - family.fields - _HARMLESS):
+        value = config.get(name)
+        no_scaling = value == 1 and not isinstance(value, bool)
+        if value is not None and value is not False and not no_scaling:
+            raise CheckpointError(f"config.json: {name} is not supported for {architecture}")
+    if config.get("rope_interleaved"):
+        raise CheckpointError("config.json: rope_interleaved is not supported: rotary embeddings turn halves of a head")
     kinds = config.get("layer_types")
+    if family.windows != "types" and isinstance(kinds, list) and set(kinds) - {_FULL}:
+        raise CheckpointError(f"config.json: layer_types other than {_FULL} are not supported for {architecture}")
+
+
+def _activation(config: Json, family: _Family) -> Activation:
+    name, wanted = family.activation_field, family.activation
+    if (given := config.get(name) or wanted) != wanted:
+        raise CheckpointError(f"config.json: {name} {given!r} is not supported, only {wanted!r}")
+    return _ACTIVATIONS[wanted]
+
+
+def _layer_windows(config: Json, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """From `sliding_window` for all layers, or for those that `layer_types` (or what older configs have) names."""
+    window = config.get("sliding_window")
+    if family.windows == "none" or (family.windows == "every" and window is None):
+        return (None,) * num_layers
+    if family.windows == "every":
+        return (_integer(config, "sliding_window"),) * num_layers
+    kinds = config.get("layer_types")
+    if "use_sliding_window" in family.fields and not _flag(config, "use_sliding_window"):
+        if isinstance(kinds, list) and _SLIDING in kinds:
+            raise CheckpointError(f"config.json: layer_types has {_SLIDING}, and use_sliding_window is not true")
+        return (None,) * num_layers
     if kinds is None:
-        pattern = _integer(config, "sliding_window_pattern")
-        kinds = [_SLIDING if i % pattern else _FULL for i in range(1, num_layers + 1)]
+        kinds = [_SLIDING if slides else _FULL for slides in _sliding_layers(config, family, num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise CheckpointError(f"config.json: layer_types must list {num_layers} layers, not {kinds!r:.80}")
     for kind in kinds:
         if kind not in (_SLIDING, _FULL):
             raise CheckpointError(f"config.json: layer type {kind!r} is not supported, only {_SLIDING!r} and {_FULL!r}")
-    window = _integer(config, "sliding_window") if _SLIDING in kinds else None
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
+    size = _integer(config, "sliding_window") if _SLIDING in kinds else None
+    return tuple(size if kind == _SLIDING else None for kind in kinds)
 
 
-def _llama_ropes(config: Json) -> tuple[float, float, float]:
-    """rope_theta, rope_factor, local_rope_theta."""
-    theta, _ = _rope(config, "rope_theta", {name: config.get(name) for name in ("rope_parameters", "rope_scaling")})
-    if theta is None:
-        warnings.warn("config.json gives no rope_theta: 10000 is taken, as transformers does", stacklevel=3)
-        theta = 10000.0
-    return theta, 1.0, theta
+def _sliding_layers(config: Json, family: _Family, num_layers: int) -> list[bool]:
+    """Which layers slide where `layer_types` is not there."""
+    if "sliding_window_pattern" in config:  # every so manieth layer sees all
+        pattern = _integer(config, "sliding_window_pattern")
+        return [i % pattern > 0 for i in range(1, num_layers + 1)]
+    if config.get("sliding_window") is None:
+        return [False] * num_layers
+    if "no_rope_layers" in family.fields:
+        return [not turns for turns in _turning_layers(config, num_layers)]
+    first = config.get("max_window_layers")
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise CheckpointError(f"config.json: max_window_layers must be a whole number, not {first!r:.80}")
+    return [i >= first for i in range(num_layers)]
 
 
-def _gemma3_ropes(config: Json) -> tuple[float, float, float]:
-    """rope_theta, rope_factor, local_rope_theta; the new spelling has an object for each type of layer."""
+def _turning_layers(config: Json, num_layers: int) -> list[bool]:
+    """Which layers of a SmolLM3 have a rotary embedding; `no_rope_layers` has, in spite of its name, a 1 for those."""
+    given = config.get("no_rope_layers")
+    if given is None:
+        interval = _integer(config, "no_rope_layer_interval", 4)
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if not isinstance(given, list) or len(given) < num_layers or not all(one in (0, 1) for one in given):
+        raise CheckpointError(f"config.json: no_rope_layers must list {num_layers} times 0 or 1, not {given!r:.80}")
+    return [bool(one) for one in given[:num_layers]]
+
+
+def _layer_ropes(
+    config: Json, family: _Family, windows: tuple[int | None, ...], head_dim: int, positions: int
+) -> tuple[Rope | None, ...]:
     new = config.get("rope_parameters") or {}
-    if not isinstance(new, Mapping) or not new.keys() <= {_FULL, _SLIDING}:
+    by_kind = isinstance(new, Mapping) and bool(new.keys() & {_FULL, _SLIDING})
+    if by_kind and (family.ropes != "two" or new.keys() - {_FULL, _SLIDING}):
+        wanted = "one object for all layers" if family.ropes == "one" else f"of {_FULL} and {_SLIDING}"
+        raise CheckpointError(f"config.json: rope_parameters must be {wanted}, not {new!r:.80}")
+    original = config.get("original_max_position_embeddings")
+    renamed = {"su": "longrope", "yarn": "longrope"} if family.fused else {}
+
+    def read(objects: Json, field_name: str, default: float | None) -> Rope:
+        return read_rope(
+            objects,
+            theta_field=field_name,
+            theta_value=config.get(field_name),
+            default_theta=default,
+            head_dim=head_dim,
+            partial=config.get("partial_rotary_factor"),
+            max_positions=positions,
+            original_max=original,
+            renamed=renamed,
+        )
+
+    scaling = {"rope_scaling": config.get("rope_scaling")}
+    if family.ropes == "one":
+        rope = read({"rope_parameters": new, **scaling}, "rope_theta", family.theta)
+        turning = _turning_layers(config, len(windows)) if "no_rope_layers" in family.fields else [True] * len(windows)
+        return tuple(rope if turns else None for turns in turning)
+    if new and not by_kind:
         raise CheckpointError(f"config.json: rope_parameters must be of {_FULL} and {_SLIDING}, not {new!r:.80}")
-    full = {f"rope_parameters.{_FULL}": new.get(_FULL), "rope_scaling": config.get("rope_scaling")}
-    sliding = {f"rope_parameters.{_SLIDING}": new.get(_SLIDING)}
-    theta, factor = _rope(config, "rope_theta", full, ("default", "linear"))
-    local_theta, _ = _rope(config, "rope_local_base_freq", sliding)
-    return theta or 1e6, factor, local_theta or 1e4  # as transformers does where nothing is given
+    everywhere = read({f"rope_parameters.{_FULL}": new.get(_FULL), **scaling}, "rope_theta", family.theta)
+    local = read({f"rope_parameters.{_SLIDING}": new.get(_SLIDING)}, "rope_local_base_freq", 1e4)
+    return tuple(everywhere if window is None else local for window in windows)
 
 
-def _rope(config: Json, old: str, objects: Json, types: tuple[str, ...] = ("default",)) -> tuple[float | None, float]:
-    """Base, if there is one, and factor of a rotary embedding, from the field `old` and `objects` by name."""
-    thetas = {_number(config, old)} if config.get(old) is not None else set[float]()
-    factors = set[float]()
-    for name, rope in objects.items():
-        if not rope:
-            continue
-        if not isinstance(rope, Mapping):
-            raise CheckpointError(f"config.json: {name} must be an object, not {rope!r:.80}")
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in types:
-            only = " and ".join(map(repr, types))
-            raise CheckpointError(f"config.json: {name} of type {kind!r} is not supported, only {only}")
-        factors.add(_number(rope, "factor") if kind == "linear" else 1.0)
-        if rope.get("rope_theta") is not None:
-            thetas.add(_number(rope, "rope_theta"))
-    for what, given in ((old, thetas), ("the factor of positions", factors)):
-        if len(given) > 1:
-            raise CheckpointError(f"config.json gives two different values of {what}: {sorted(given)}")
-    return next(iter(thetas), None), next(iter(factors), 1.0)
+def _longest(config: Json, positions: int, ropes: tuple[Rope | None, ...]) -> int:
+    """Positions that the model knows: those of the config, but where they are the ones that yarn still extends."""
+    says_original = any(
+        isinstance(it, Mapping) and it.get("original_max_position_embeddings")
+        for it in (config.get("rope_parameters"), config.get("rope_scaling"))
+    )
+    extended = [int(rope.trained * rope.factor) for rope in ropes if rope is not None and rope.kind == "yarn"]
+    return max([positions, *extended]) if says_original else positions
 
 
 def _eos_token_ids(config: Json, generation_config: Json) -> tuple[int, ...]:
@@ -198,10 +402,10 @@ def _eos_token_ids(config: Json, generation_config: Json) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _tied(config: Json) -> bool:
-    value = config.get("tie_word_embeddings")
+def _flag(config: Json, name: str) -> bool:
+    value = config.get(name)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"config.json: tie_word_embeddings must be true or false, not {value!r:.80}")
+        raise CheckpointError(f"config.json: {name} must be true or false, not {value!r:.80}")
     return bool(value)
 
 
@@ -214,7 +418,12 @@ def _integer(config: Json, name: str, default: int | None = None) -> int:
 
 
 def _number(config: Json, name: str, default: float | None = None) -> float:
-    value = config.get(name, default)
+    value = config.get(name)
+    value = default if value is None else value
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)
+
+
+def _soft_cap(config: Json, name: str) -> float:
+    return 0.0 if config.get(name) is None else _number(config, name)

@@ -1,13 +1,11 @@
 """A model on the native kernels: one list of operations, run as a whole for each step.
 
-Llama and Gemma 3 are the same list; the latter has norms of query and key heads and behind each half of a layer, a
-scaled embedding, another activation, and layers with a window that have a rotary embedding of their own. The torch
-models (worker/models) define what is right.
+Every family is the same list with other parameters; worker/models/decoder.py defines what is right.
 
     embed
-    each layer   normed -> qkv -> rotate, write K and V -> attention -> out (-> norm), added to the hidden state
-                 normed -> gate and up -> gated -> down (-> norm), added to the hidden state
-    gather the rows that sample -> normed -> head -> argmax
+    each layer   (normed ->) qkv -> rotate, write K and V -> attention -> out (-> norm), added to the hidden state
+                 (normed ->) gate and up -> gated -> down (-> norm), added to the hidden state
+    gather the rows that sample -> normed -> head (-> soft cap) -> argmax
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from worker.kernels import (
     Attention,
     Embed,
     Frame,
-    Function,
     Gather,
     Linear,
     Matrix,
     Norm,
     Operation,
     Rotary,
+    SoftCap,
 )
 from worker.kernels.native import Program
 from worker.layers import Rotary as RotaryTables
-from worker.model_config import GEMMA3, ModelConfig
+from worker.model_config import ModelConfig
 from worker.packing import layer_matrix
 
 
@@ -60,11 +58,11 @@ class NativeModel:
         self._config, self._parts, self._pool, self._team = config, parts, pool, team
         own = str(parts["embedding"].dtype).removeprefix("torch.")
         self._format, self._head_format = quantization or own, head_format(own, quantization)
-        dim, float32, cpu = config.head_dim, torch.float32, torch.device("cpu")
-        self._rotary = RotaryTables(dim, config.rope_theta, max_model_len, float32, cpu, config.rope_factor)
-        self._local_rotary = self._rotary
-        if config.architecture == GEMMA3:
-            self._local_rotary = RotaryTables(dim, config.local_rope_theta, max_model_len, float32, cpu)
+        self._rotaries = {
+            rope: RotaryTables(rope, max_model_len, torch.float32, torch.device("cpu"))
+            for rope in config.layer_ropes
+            if rope is not None
+        }
         self._program: Program | None = None
         self._room = (0, 0)
 
@@ -100,42 +98,52 @@ class NativeModel:
             config.num_heads,
             config.num_kv_heads,
         )
-        dim, eps, gemma3 = config.head_dim, config.rms_norm_eps, config.architecture == GEMMA3
-        x, result = torch.empty(tokens, hidden), torch.empty(tokens, hidden)
+        dim, eps = config.head_dim, config.rms_norm_eps
+        x, behind = torch.empty(tokens, hidden), torch.empty(tokens, hidden)
         qkv, attended = torch.empty(tokens, (heads + 2 * kv_heads) * dim), torch.empty(tokens, heads * dim)
         gate_up = torch.empty(tokens, 2 * inner)
-        scale = float(torch.tensor(hidden**0.5).to(parts["embedding"].dtype)) if gemma3 else 1.0
-        function: Function = "gelu_tanh" if gemma3 else "silu"
+        scale = float(torch.tensor(config.embedding_scale).to(parts["embedding"].dtype))
         operations: list[Operation] = [Embed(parts["embedding"], x, scale)]
 
-        def add(source: Tensor, i: int, matrix: str, norm: str, gated: Function | None = None) -> None:
-            """Add a linear, for Gemma its norm, to x."""
-            linear = layer_matrix(parts, i, matrix, self._format, config)
-            operations.append(Linear(source, linear, result if gemma3 else x, add=not gemma3, gated=gated))
-            if gemma3:
-                operations.append(Norm(result, parts[f"{i}.{norm}"], x, eps))
+        def into(source: Tensor, i: int, matrix: str, out: Tensor, norm: str) -> Linear:
+            """source, normed if the family does that there, times a matrix."""
+            weight, bias = parts.get(f"{i}.{norm}"), parts.get(f"{i}.{matrix}_bias")
+            return Linear(source, self._matrix(i, matrix), out, norm=weight, eps=eps, bias=bias)
 
-        for i, (window, (group, pair)) in enumerate(zip(config.layer_windows, self._pool.layout.places, strict=True)):
+        def add(source: Tensor, i: int, matrix: str, norm: str, gated: bool = False) -> None:
+            """Add a linear, normed if the family does that behind it, to x."""
+            weight, bias = parts.get(f"{i}.{norm}"), parts.get(f"{i}.{matrix}_bias")
+            function, scale = config.activation if gated else None, config.residual_scale
+            packed = self._matrix(i, matrix)
+            if weight is None:
+                operations.append(Linear(source, packed, x, add=True, gated=function, bias=bias, scale=scale))
+                return
+            assert scale == 1.0
+            operations.append(Linear(source, packed, behind, gated=function, bias=bias))
+            operations.append(Norm(behind, weight, x, eps))
+
+        layers = zip(config.layer_windows, config.layer_ropes, self._pool.layout.places, strict=True)
+        for i, (window, rope, (group, pair)) in enumerate(layers):
             kv = KV(self._pool.k[pair], self._pool.v[pair], group)
-            rotary = self._rotary if window is None else self._local_rotary
+            cos, sin = (None, None) if rope is None else (self._rotaries[rope].cos, self._rotaries[rope].sin)
             q_norm, k_norm = parts.get(f"{i}.q_norm"), parts.get(f"{i}.k_norm")
             operations += [
-                Linear(
-                    x, layer_matrix(parts, i, "qkv", self._format, config), qkv, norm=parts[f"{i}.input_norm"], eps=eps
-                ),
-                Rotary(qkv, rotary.cos, rotary.sin, heads, kv, q_norm, k_norm, eps),
-                Attention(qkv, attended, heads, kv, config.attention_scale, window),
+                into(x, i, "qkv", qkv, "input_norm"),
+                Rotary(qkv, cos, sin, heads, kv, q_norm, k_norm, eps, config.qk_norm == "all"),
+                Attention(qkv, attended, heads, kv, config.attention_scale, window, config.attention_soft_cap),
             ]
-            add(attended, i, "out", "post_norm")
-            norm = parts[f"{i}.pre_mlp_norm" if gemma3 else f"{i}.post_norm"]
-            matrix = layer_matrix(parts, i, "gate_up", self._format, config)
-            operations.append(Linear(x, matrix, gate_up, norm=norm, eps=eps))
-            add(gate_up, i, "down", "post_mlp_norm", function)
+            add(attended, i, "out", "attention_norm")
+            operations.append(into(x, i, "gate_up", gate_up, "mlp_norm"))
+            add(gate_up, i, "down", "down_norm", gated=True)
         few = torch.empty(sampled, hidden)
-        head = Matrix(parts["head"], self._head_format, config.vocab_size, hidden)
-        return [
-            *operations,
+        head, divisor = Matrix(parts["head"], self._head_format, config.vocab_size, hidden), config.logits_divisor
+        operations += [
             Gather(x, few),
-            Linear(few, head, self._logits, few=True, norm=parts["norm"], eps=eps),
-            Argmax(self._logits, self._best),
+            Linear(few, head, self._logits, few=True, norm=parts["norm"], eps=eps, scale=1.0 / divisor),
         ]
+        if config.logits_soft_cap:
+            operations.append(SoftCap(self._logits, config.logits_soft_cap))
+        return [*operations, Argmax(self._logits, self._best)]
+
+    def _matrix(self, i: int, name: str) -> Matrix:
+        return layer_matrix(self._parts, i, name, self._format, self._config)

@@ -21,35 +21,20 @@ from worker.checkpoints import CacheError, cached, default_cache
 from worker.device import head_format
 from worker.kernels import Matrix
 from worker.kernels.native import pack
-from worker.model_config import GEMMA3, ModelConfig
-from worker.weights import EMBEDDING, HEAD, load_weights
+from worker.model_config import ModelConfig
+from worker.tensors import EMBEDDING, HEAD, MATRICES, NORM, NORMS, layer_parts, matrix_shapes
+from worker.weights import load_weights, take
 
-VERSION = 2  # to be raised when what is packed changes
+VERSION = 3  # to be raised when what is packed changes
 ALIGNMENT = 64
 FILE = "packed.bin"
-
-MATRICES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-GEMMA3_NORMS = {
-    **NORMS,
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "pre_mlp_norm": "pre_feedforward_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm",
-}
 
 
 def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> dict[str, Tensor]:
     """The packed tensors of the checkpoint in the folder `path`. Raises CheckpointError."""
 
     def packed() -> dict[str, Tensor]:
-        weights = load_weights(path, config, dtype, torch.device("cpu"))
-        return dict(pack_weights(weights, config, quantization))
+        return dict(pack_weights(load_weights(path, config), config, dtype, quantization))
 
     if path.parent != default_cache():
         return packed()
@@ -69,36 +54,31 @@ def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantiza
 
 
 def pack_weights(
-    weights: dict[str, Tensor], config: ModelConfig, quantization: str | None
+    weights: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype, quantization: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a NativeModel by name. Takes the weights out of the dict, one by one."""
+    """The tensors of a NativeModel by name. Takes the weights out of the dict, one by one.
+
+    Matrices are quantised from what the checkpoint holds, not from that in `dtype`: GGUF's Q8_0 and Q4_0, which have
+    the same groups of 32 as our int8 and int4, become exactly what they were.
+    """
+    own = str(dtype).removeprefix("torch.")
     embedding, head = weights.pop(EMBEDDING), weights.pop(HEAD)
-    own = str(embedding.dtype).removeprefix("torch.")
-    yield "embedding", embedding
     yield "head", pack(head, head_format(own, quantization)).packed
-    gemma3 = config.architecture == GEMMA3
-    more = 1.0 if gemma3 else 0.0  # Gemma's norms multiply by 1 + weight
-    yield "norm", weights.pop("model.norm.weight").float() + more
+    yield "embedding", embedding.to(dtype)
+    yield "norm", weights.pop(NORM).float() + config.norm_offset
     for i in range(config.num_layers):
-        prefix = f"model.layers.{i}."
-        for name, parts in MATRICES.items():
-            matrix = torch.cat([weights.pop(f"{prefix}{part}.weight") for part in parts])
-            yield f"{i}.{name}", pack(matrix, quantization or own).packed
-        for name, part in (GEMMA3_NORMS if gemma3 else NORMS).items():
-            yield f"{i}.{name}", weights.pop(f"{prefix}{part}.weight").float() + more
+        for part, names in layer_parts(config).items():
+            tensor = take(weights, *(f"model.layers.{i}.{name}" for name in names))
+            if part in MATRICES:
+                yield f"{i}.{part}", pack(tensor, quantization or own).packed
+            else:
+                yield f"{i}.{part}", tensor.float() + (config.norm_offset if part in NORMS else 0.0)
+    assert not weights, f"weights that nothing uses: {sorted(weights)}"
 
 
 def layer_matrix(parts: Mapping[str, Tensor], i: int, name: str, format_: str, config: ModelConfig) -> Matrix:
     """One of MATRICES of layer i."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {
-        "qkv": (query + 2 * key, hidden),
-        "out": (hidden, query),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
-    }
-    return Matrix(parts[f"{i}.{name}"], format_, *shapes[name])
+    return Matrix(parts[f"{i}.{name}"], format_, *matrix_shapes(config)[name])
 
 
 def _write(file: Path, parts: Mapping[str, Tensor]) -> None:

@@ -9,13 +9,12 @@ from paged.attention import PagedAttention
 from paged.errors import StepError
 from paged.pool import KVPool
 from worker.inputs import Inputs, SequenceState, build_inputs
-from worker.models.gemma3 import Gemma3
-from worker.models.llama import Llama
+from worker.models.decoder import Decoder
 from worker.native_model import NativeModel
 from worker.sampler import logprobs, sample, uniform
 from worker.step import Row, Step, StepResult
 
-Model = Llama | Gemma3 | NativeModel
+Model = Decoder | NativeModel
 
 
 class ModelRunner:

@@ -16,44 +16,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paged.errors import CheckpointError
-from worker.model_config import GEMMA3, ModelConfig
+from worker.model_config import ModelConfig
+from worker.tensors import EMBEDDING, HEAD, expected_tensors
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")  # others are quantised, and mean nothing without their scales
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what is computed from the config
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape, [out, in], of every tensor that a checkpoint of this config has."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key, hidden),
-        "self_attn.v_proj": (key, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    if config.architecture == GEMMA3:
-        layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (config.head_dim,))
-        layer |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (hidden,))
-    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    for i in range(config.num_layers):
-        tensors |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    if not config.tie_word_embeddings:
-        tensors[HEAD] = (config.vocab_size, hidden)
-    return tensors
+def load_weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in the folder `path`, by name, as it is stored.
 
-
-def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in the folder `path`, by name, in `dtype` on `device`.
-
-    Tensors that need no conversion stay mapped from their file. With tied embeddings `lm_head.weight` is the embedding
-    itself. Raises CheckpointError, which names the file or tensor, before the first tensor is read.
+    They are mapped from their files, so that nothing is read before it is used. With tied embeddings `lm_head.weight`
+    is the embedding itself. Raises CheckpointError, which names the file or tensor.
     """
     places, index = _files(path)
     files = {
@@ -74,14 +48,14 @@ def load_weights(path: Path, config: ModelConfig, dtype: torch.dtype, device: to
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as opened:
             for name in (name for name, place in files.items() if place == file):
-                weights[name] = opened.get_tensor(name).to(device=device, dtype=dtype)
+                weights[name] = opened.get_tensor(name)
     if config.tie_word_embeddings:
         _tie(weights)
     return weights
 
 
 def replace_weights(weights: dict[str, Tensor], replaced: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Put other tensors in the place of some, in the dtype and on the device of those, by their Hugging Face names.
+    """Put other tensors in the place of some, by their Hugging Face names.
 
     Raises CheckpointError, and changes nothing, for a name or shape that is not the model's.
     """
@@ -93,9 +67,15 @@ def replace_weights(weights: dict[str, Tensor], replaced: Mapping[str, Tensor], 
             found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)[:80]
             raise CheckpointError(f"{name} must be floating point {wanted[name]}, not {found}")
     for name, tensor in replaced.items():
-        weights[name] = tensor.to(weights[name]).clone()  # the caller may go on changing his
+        weights[name] = tensor.detach().clone()  # the caller may go on changing his
     if config.tie_word_embeddings:
         weights[HEAD] = weights[EMBEDDING]
+
+
+def take(weights: dict[str, Tensor], *names: str) -> Tensor:
+    """The weights of these names, taken out of the dict; several become one, their rows one after another."""
+    parts = [weights.pop(name) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _tie(weights: dict[str, Tensor]) -> None:

@@ -5,8 +5,8 @@ Every backend is a function with the signature of `reference.paged_attention`, w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -24,4 +24,17 @@ class AttentionMetadata:
     slots: Tensor  # [tokens] int64: where K and V of this step's tokens are written
 
 
-PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, int | None], Tensor]
+class PagedAttention(Protocol):
+    """`reference.paged_attention`, which see, or what does the same."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        *,
+        soft_cap: float = 0.0,
+    ) -> Tensor: ...

@@ -15,7 +15,14 @@ from paged.attention.reference import first_seen
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, scale: float, window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """As `reference.paged_attention`, which see for shapes and meaning."""
     tokens, heads, head_dim = q.shape
@@ -40,7 +47,11 @@ def paged_attention(
         v = v_pages.index_select(0, table).flatten(0, 1)[part].transpose(0, 1)
         rows = grouped[:, :, first:last].reshape(1, kv_heads, group * num, head_dim)
         mask = None if num == 1 else _mask(num, seq_len - seen, window, q).repeat(group, 1)
-        attended = scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
+        if soft_cap:  # which PyTorch's function does not have
+            scores = soft_cap * torch.tanh(rows @ k.transpose(1, 2) * (scale / soft_cap))
+            attended = (scores if mask is None else scores + mask).softmax(dim=-1) @ v
+        else:
+            attended = scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
         result[:, :, first:last] = attended.view(kv_heads, group, num, head_dim)
     return out
 

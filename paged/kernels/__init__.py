@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from paged.kernels.build import LIBRARY, REASON, digest_of_sources
 
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
-EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE, MULTIPLY = range(9)
+EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE, MULTIPLY, SOFT_CAP = range(10)
 _HERE = Path(__file__).parent
 _pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 

@@ -32,6 +32,7 @@ void run_one(const paged::Operation& op, paged::Shared& shared, paged::Phase* ph
     case paged::GATHER: return gather((const paged::Gather&)op, frame, phases);
     case paged::ARGMAX: return argmax((const paged::Argmax&)op, rows, phases);
     case paged::WRITE: return write_kv((const paged::Write&)op, frame, phases);
+    case paged::SOFT_CAP: return soft_cap((const paged::SoftCap&)op, rows, phases);
     case paged::MULTIPLY: return multiply((const paged::Multiply&)op, phases, worker);
   }
 }

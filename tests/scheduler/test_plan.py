@@ -14,6 +14,7 @@ from scheduler.llm import Plan, plan
 from worker import device
 from worker.checkpoints import BUILTIN
 from worker.model_config import ModelConfig
+from worker.tensors import num_parameters
 
 GIB = 2**30
 MODEL = ModelConfig.from_hf(BUILTIN["smollm2"].config)
@@ -127,7 +128,7 @@ def test_cuda_goes_by_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_native_kernels_hold_the_head_beside_the_embedding_and_quantized_ones_less(memory: Memory) -> None:
-    matrices, embedding = MODEL.num_parameters - 49_152 * 576, 49_152 * 576
+    matrices, embedding = num_parameters(MODEL) - 49_152 * 576, 49_152 * 576
     cases: list[tuple[dict[str, Any], float]] = [
         ({}, 4 * (matrices + 2 * embedding)),
         ({"dtype": "bfloat16"}, 2 * (matrices + 2 * embedding)),

@@ -9,7 +9,8 @@ import pytest
 
 from paged import CheckpointError
 from worker.checkpoints import BUILTIN
-from worker.model_config import ModelConfig
+from worker.model_config import FAMILIES, ModelConfig
+from worker.rope import Rope
 
 CONFIG: dict[str, Any] = BUILTIN["smollm2"].config
 GEMMA3: dict[str, Any] = {  # 1B as published, in the old spelling
@@ -69,15 +70,13 @@ def test_old_and_new_spellings_of_the_base_are_equal(rope: dict[str, Any]) -> No
 
 def test_without_a_base_ten_thousand_is_taken_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="10000"):
-        assert ModelConfig.from_hf(change(rope_parameters=None)).rope_theta == 10000.0
+        assert ModelConfig.from_hf(change(rope_parameters=None)).layer_ropes[0] == Rope("default", 64, 10000.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_theta": 5.0}, "two different values"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5}}, "'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'"),
         ({"rope_scaling": {"rope_type": "foo"}}, "'foo'"),
         ({"rope_scaling": {"rope_type": "default", "rope_theta": 7}}, "two different values"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
@@ -85,8 +84,12 @@ def test_without_a_base_ten_thousand_is_taken_with_a_warning() -> None:
         ({"rope_theta": -1}, "rope_theta must be a positive number"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern is not supported for LlamaForCausalLM"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier is not supported for LlamaForCausalLM"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"layer_types": ["sliding_attention"] * 30}, "layer_types other than full_attention"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_key_value_heads": 2}, "do not divide"),
@@ -98,7 +101,7 @@ def test_without_a_base_ten_thousand_is_taken_with_a_warning() -> None:
         ({"eos_token_id": "2"}, "eos_token_id must be"),
         ({"eos_token_id": [2, True]}, "eos_token_id must be"),
         ({"architectures": 5}, "names 5"),
-        ({"architectures": None, "model_type": "qwen2"}, "names qwen2"),
+        ({"architectures": None, "model_type": "qwen2_moe"}, "names qwen2_moe"),
         ({"architectures": None, "model_type": None}, "no architecture"),
     ],
 )
@@ -129,7 +132,7 @@ def test_s12_end_tokens_of_both_files_are_joined(generation: Any, config: Any, j
 def test_a_llama_sees_everything_in_every_layer() -> None:
     config = ModelConfig.from_hf(change(sliding_window=7))  # which Llama knows nothing of
     assert config.layer_windows == (None,) * config.num_layers
-    assert (config.rope_factor, config.attention_scale) == (1.0, config.head_dim**-0.5)
+    assert config.attention_scale == config.head_dim**-0.5
 
 
 @pytest.mark.parametrize(
@@ -165,8 +168,11 @@ def test_a_gemma_3_is_what_transformers_makes_of_its_config(spelling: dict[str, 
     assert config.layer_windows == tuple(
         theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types
     )
-    assert (config.rope_theta, config.rope_factor) == (full["rope_theta"], full.get("factor", 1.0))
-    assert config.local_rope_theta == sliding["rope_theta"]
+    for window, rope in zip(config.layer_windows, config.layer_ropes, strict=True):
+        wanted = full if window is None else sliding
+        assert rope is not None
+        assert (rope.theta, rope.factor) == (wanted["rope_theta"], wanted.get("factor", 1.0))
+        assert rope.kind == ("default" if rope.factor == 1 else "linear")
     assert config.attention_scale == theirs.query_pre_attn_scalar**-0.5
     assert (config.num_kv_heads, config.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
     assert (config.max_model_len, config.tie_word_embeddings) == (theirs.max_position_embeddings, True)
@@ -178,9 +184,10 @@ def test_a_gemma_3_is_what_transformers_makes_of_its_config(spelling: dict[str, 
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration, and only"),
         ({"architectures": None, "model_type": "gemma3"}, "names gemma3,"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"attn_logit_softcapping": -50.0}, "attn_logit_softcapping must be a positive number"),
+        ({"mlp_bias": True}, "mlp_bias is not supported for Gemma3ForCausalLM"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported for Gemma3ForCausalLM"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive number"),
         ({"layer_types": ["full_attention"] * 25}, "layer_types must list 26 layers"),
@@ -189,15 +196,14 @@ def test_a_gemma_3_is_what_transformers_makes_of_its_config(spelling: dict[str, 
         ({"layer_types": [["full_attention"]] * 26}, "layer type .'full_attention'."),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number"),
         ({"sliding_window": 0}, "sliding_window must be a whole number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a positive number"),
         ({"rope_local_base_freq": "10000"}, "rope_local_base_freq must be a positive number"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "of full_attention and sliding_attention"),
-        ({"rope_parameters": {"sliding_attention": LINEAR}}, "rope_parameters.sliding_attention of type 'linear'"),
         ({"rope_parameters": {"full_attention": 1e6}}, "rope_parameters.full_attention must be an object"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "two different values of rope_theta"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}}}, "values of rope_local_base_freq"),
-        ({"rope_parameters": {"full_attention": LINEAR}, "rope_scaling": LINEAR | {"factor": 2}}, "values of the fact"),
+        ({"rope_parameters": {"full_attention": LINEAR}, "rope_scaling": LINEAR | {"factor": 2}}, "values of factor"),
     ],
 )
 def test_what_is_not_understood_of_a_gemma_3_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -208,3 +214,95 @@ def test_what_is_not_understood_of_a_gemma_3_is_refused_by_name(changes: dict[st
 def test_a_gemma_3_with_windows_of_no_size_is_refused() -> None:
     with pytest.raises(CheckpointError, match="sliding_window must be a whole number"):
         ModelConfig.from_hf(GEMMA3 | {"sliding_window": None})
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 6,
+    "vocab_size": 99,
+}
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_a_familys_config_leaves_out_is_as_transformers_has_it(architecture: str) -> None:
+    import transformers
+
+    name = architecture.removesuffix("ForCausalLM") + ("TextConfig" if architecture.startswith("Gemma3") else "Config")
+    given = SMALL | ({"pad_token_id": 0} if architecture.startswith(("Phi3", "SmolLM3")) else {})
+    theirs = getattr(transformers, name)(**deepcopy(given))
+    saved = {"architectures": [architecture], **given}
+    if architecture in ("SmolLM3ForCausalLM", "Phi3ForCausalLM") or architecture.startswith("Gemma"):
+        config = ModelConfig.from_hf(saved)  # whose base transformers knows
+        rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+        assert rope["rope_theta"] in {it.theta for it in config.layer_ropes if it is not None}
+    else:
+        config = ModelConfig.from_hf(saved | {"rope_parameters": ROPE})
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.max_model_len == theirs.max_position_embeddings
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    kinds = getattr(theirs, "layer_types", None)
+    sliding = getattr(theirs, "sliding_window", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if sliding and architecture.startswith(("Mistral", "Phi3")) else "full"] * 6
+    assert config.layer_windows == tuple(sliding if kind == "sliding_attention" else None for kind in kinds)
+    turning = getattr(theirs, "no_rope_layers", None) or [1] * 6
+    assert [rope is not None for rope in config.layer_ropes] == [bool(one) for one in turning]
+    scales = {"embedding_multiplier": config.embedding_scale, "residual_multiplier": config.residual_scale}
+    scales |= {"attention_multiplier": config.attention_scale, "logits_scaling": config.logits_divisor}
+    for field, value in scales.items():
+        assert value == getattr(theirs, field, value)
+    assert config.attention_soft_cap == (getattr(theirs, "attn_logit_softcapping", None) or 0.0)
+    assert config.logits_soft_cap == (getattr(theirs, "final_logit_softcapping", None) or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 6),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9,) * 6),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": False}, (None,) * 6),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "max_window_layers": 4,
+            },
+            (None,) * 4 + (9, 9),
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": None, "use_sliding_window": True}, (None,) * 6),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 5}, (5,) * 6),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 5, "use_sliding_window": True},
+            (None, None, None, 5, None, None),
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 5}, (5, None) * 3),
+    ],
+)
+def test_which_layers_slide(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert ModelConfig.from_hf(SMALL | {"rope_parameters": ROPE} | changes).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"], "max_window_layers": -1, "use_sliding_window": True}, "max_window_la"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 6},
+            "use_sliding_window is not",
+        ),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "no_rope_layers must list 6"),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "residual_multiplier must be a positive"),
+        ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias is not supported for Mis"),
+        ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ({"architectures": ["Phi3ForCausalLM"], "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(SMALL | {"rope_parameters": ROPE} | changes)

@@ -68,8 +68,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """out = x W^T; with `add`, out += that. x is taken as it is; or with `norm` normed, as `Norm` does; or with `gated`
-    as f(gate) * up, gate and up being the halves of each row."""
+    """out = (x W^T + bias) * scale; with `add`, out += that. x is taken as it is; or with `norm` normed, as `Norm`
+    does; or with `gated` as f(gate) * up, gate and up being the halves of each row."""
 
     x: Tensor  # [tokens, k]; with `gated` [tokens, 2 * k]
     matrix: Matrix
@@ -79,6 +79,8 @@ class Linear:
     norm: Tensor | None = None  # [k] float32
     eps: float = 0.0
     gated: Function | None = None
+    bias: Tensor | None = None  # [n] float32
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,14 @@ class Rotary:
     """Norms (where there are any) and rotates queries in place; norms and rotates keys, writes them and values away."""
 
     qkv: Tensor  # [tokens, (heads + 2 * kv_heads) * head_dim]
-    cos: Tensor  # [positions, head_dim / 2] float32
-    sin: Tensor
+    cos: Tensor | None  # [positions, pairs of a head that are rotated] float32; None: none are
+    sin: Tensor | None
     heads: int
     kv: KV
-    q_norm: Tensor | None = None  # [head_dim] float32
+    q_norm: Tensor | None = None  # [head_dim] float32; with norm_all [heads * head_dim], all heads together
     k_norm: Tensor | None = None
     eps: float = 0.0
+    norm_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +127,12 @@ class Argmax:
     out: Tensor  # [sampled] int64
 
 
-Operation = Embed | Norm | Linear | Rotary | Attention | Gather | Argmax
+@dataclass(frozen=True, slots=True)
+class SoftCap:
+    """x = cap * tanh(x / cap), of each sampled row"""
+
+    x: Tensor  # [sampled, n]
+    cap: float
+
+
+Operation = Embed | Norm | Linear | Rotary | Attention | Gather | Argmax | SoftCap

@@ -43,6 +43,8 @@ class _Linear(library.Operation):
         ("input", _int32),
         ("eps", _float),
         ("norm", _pointer),
+        ("bias", _pointer),
+        ("scale", _float),
     )
 
 
@@ -56,8 +58,14 @@ class _Rotary(library.Operation):
         ("pages", library.Pages),
         ("heads", _int64),
         ("group", _int64),
+        ("half", _int64),
+        ("norm_all", _int32),
         ("eps", _float),
     )
+
+
+class _SoftCap(library.Operation):
+    _fields_ = (("x", _pointer), ("n", _int64), ("cap", _float))
 
 
 class _Rows(library.Operation):  # Gather and Argmax
@@ -137,13 +145,13 @@ def _structure(it: Operation) -> library.Operation:
             sizes, format_ = (matrix.n, matrix.k), library.FORMATS[matrix.format]
             packed, norm = _address(matrix.packed), _address(it.norm)
             input_ = _GATED[it.gated] if it.gated else _PLAIN if norm is None else _NORMED
-            return _Linear(library.LINEAR, it.few, x, packed, out, *sizes, format_, it.add, input_, it.eps, norm)
+            more = input_, it.eps, norm, _address(it.bias), it.scale
+            return _Linear(library.LINEAR, it.few, x, packed, out, *sizes, format_, it.add, *more)
         case kernels.Rotary():
             pages, kv = pages_of(it.kv.k, it.kv.v), it.kv
-            cos, sin, q_norm, k_norm = map(_address, (it.cos, it.sin, it.q_norm, it.k_norm))
-            return _Rotary(
-                library.ROTARY, 0, _address(it.qkv), cos, sin, q_norm, k_norm, pages, it.heads, kv.group, it.eps
-            )
+            tables = map(_address, (it.qkv, it.cos, it.sin, it.q_norm, it.k_norm))
+            half = 0 if it.cos is None else it.cos.shape[1]
+            return _Rotary(library.ROTARY, 0, *tables, pages, it.heads, kv.group, half, it.norm_all, it.eps)
         case kernels.Attention():
             pages, q, out = pages_of(it.kv.k, it.kv.v), _address(it.qkv), _address(it.out)
             stride, group, window = it.qkv.shape[1], it.kv.group, it.window or 0
@@ -152,5 +160,7 @@ def _structure(it: Operation) -> library.Operation:
             )
         case kernels.Gather():
             return _Rows(library.GATHER, 1, _address(it.x), _address(it.out), it.x.shape[1])
+        case kernels.SoftCap():
+            return _SoftCap(library.SOFT_CAP, 1, _address(it.x), it.x.shape[1], it.cap)
         case kernels.Argmax():
             return _Rows(library.ARGMAX, 1, _address(it.x), _address(it.out), it.x.shape[1])

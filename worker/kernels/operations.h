@@ -10,7 +10,7 @@
 
 namespace paged {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE, MULTIPLY };
+enum Kind : int32_t { EMBED, NORM, LINEAR, ROTARY, ATTENTION, GATHER, ARGMAX, WRITE, MULTIPLY, SOFT_CAP };
 enum Input : int32_t { PLAIN = 0, NORMED = 1, SILU = 2, GELU_TANH = 3 };  // what a linear makes of x first
 
 // What changes from step to step.
@@ -45,7 +45,7 @@ struct Norm : Operation {  // out += x / sqrt(mean(x^2) + eps) * weight
   float eps;
 };
 
-// out = y W^T; or out += that. y: x; or x / sqrt(mean(x^2) + eps) * norm; or f(gate) * up of x = (gate, up).
+// out = (y W^T + bias) * scale; or out += that. y: x; or x / sqrt(mean(x^2) + eps) * norm; or f(gate) * up of x = (gate, up).
 struct Linear : Operation {
   const float* x;            // [rows, k], with gates [rows, 2 * k]
   const void* weight;        // W [n, k], packed (linear.inc)
@@ -54,16 +54,20 @@ struct Linear : Operation {
   int32_t format, add, input;
   float eps;
   const float* norm;  // [k], or none
+  const float* bias;  // [n], or none
+  float scale;
 };
 
 struct Rotary : Operation {  // rotates q in place; rotates k and writes it, and v, to the slots
   float* qkv;                // [tokens, (heads + 2 * kv_heads) * head_dim]
-  const float* cos;          // [positions, head_dim / 2]
+  const float* cos;          // [positions, half]
   const float* sin;
-  const float* q_norm;  // [head_dim], or none
+  const float* q_norm;  // [head_dim]; with norm_all [heads * head_dim]; or none
   const float* k_norm;
   Pages pages;
   int64_t heads, group;
+  int64_t half;  // pairs of a head that are rotated, the first ones
+  int32_t norm_all;
   float eps;
 };
 
@@ -82,6 +86,12 @@ struct Argmax : Operation {  // of equals the first
   const float* x;            // [rows, n]
   int64_t* out;              // [rows]
   int64_t n;
+};
+
+struct SoftCap : Operation {  // x = cap * tanh(x / cap)
+  float* x;                  // [rows, n]
+  int64_t n;
+  float cap;
 };
 
 struct Write : Operation {  // k and v [tokens, kv_heads * head_dim] to the slots

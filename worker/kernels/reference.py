@@ -23,14 +23,16 @@ def run(operations: SequenceOf[Operation], frame: Frame) -> None:
 
 
 def run_one(it: Operation, frame: Frame) -> None:
-    rows = len(frame.sampled if getattr(it, "few", False) else frame.token_ids)
+    few = getattr(it, "few", False) or isinstance(it, kernels.SoftCap)
+    rows = len(frame.sampled if few else frame.token_ids)
     match it:
         case kernels.Embed():
             it.out[:rows] = it.table[frame.token_ids].float() * it.scale
         case kernels.Norm():
             it.out[:rows] += rms_norm(it.x[:rows], it.weight, it.eps)
         case kernels.Linear():
-            _put(it.out[:rows], linear(_rounded(input_of(it, rows), it.matrix.format), unpack(it.matrix)), it.add)
+            y = linear(_rounded(input_of(it, rows), it.matrix.format), unpack(it.matrix), it.bias) * it.scale
+            it.out[:rows] = it.out[:rows] + y if it.add else y
         case kernels.Rotary():
             _rotary(it, frame)
         case kernels.Attention():
@@ -40,6 +42,8 @@ def run_one(it: Operation, frame: Frame) -> None:
             it.out[:rows] = paged_attention(q, *pages, meta, it.scale, it.window, soft_cap=it.soft_cap).flatten(1)
         case kernels.Gather():
             it.out[: len(frame.sampled)] = it.x[frame.sampled]
+        case kernels.SoftCap():
+            it.x[:rows] = it.cap * torch.tanh(it.x[:rows] / it.cap)
         case kernels.Argmax():
             it.out[: len(frame.sampled)] = it.x[: len(frame.sampled)].argmax(dim=-1)
 
@@ -54,19 +58,21 @@ def input_of(it: kernels.Linear, rows: int) -> Tensor:
     return (silu(gate) if it.gated == "silu" else gelu(gate, approximate="tanh")) * up
 
 
-def _put(out: Tensor, value: Tensor, add: bool) -> None:
-    out.copy_(out + value if add else value)
-
-
 def _rotary(it: kernels.Rotary, frame: Frame) -> None:
     tokens, dim, kv_heads = len(frame.token_ids), it.kv.k.shape[-1], it.kv.k.shape[-2]
     q, k, v = torch.split(it.qkv[:tokens].view(tokens, -1, dim), [it.heads, kv_heads, kv_heads], dim=1)
     if it.q_norm is not None and it.k_norm is not None:
-        q, k = rms_norm(q, it.q_norm, it.eps), rms_norm(k, it.k_norm, it.eps)
-    cos, sin = it.cos[frame.positions][:, None], it.sin[frame.positions][:, None]
-    it.qkv[:tokens, : it.heads * dim] = rotate(q, cos, sin).flatten(1)
+        if it.norm_all:
+            q = rms_norm(q.flatten(1), it.q_norm, it.eps).view(q.shape)
+            k = rms_norm(k.flatten(1), it.k_norm, it.eps).view(k.shape)
+        else:
+            q, k = rms_norm(q, it.q_norm, it.eps), rms_norm(k, it.k_norm, it.eps)
+    if it.cos is not None and it.sin is not None:
+        cos, sin = it.cos[frame.positions][:, None], it.sin[frame.positions][:, None]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    it.qkv[:tokens, : it.heads * dim] = q.flatten(1)
     slots = frame.metas[it.kv.group].slots
-    it.kv.k.flatten(0, 1)[slots] = rotate(k, cos, sin).to(it.kv.k.dtype)
+    it.kv.k.flatten(0, 1)[slots] = k.to(it.kv.k.dtype)
     it.kv.v.flatten(0, 1)[slots] = v.to(it.kv.v.dtype)
 
 

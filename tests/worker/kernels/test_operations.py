@@ -24,6 +24,7 @@ from worker.kernels import (
     Norm,
     Operation,
     Rotary,
+    SoftCap,
     reference,
 )
 from worker.kernels.native import Program, pack
@@ -60,9 +61,10 @@ def random_linear(rng: random.Random, format_: str, name: str, threads: int) -> 
     norm = None if gated or rng.random() < 0.5 else torch.randn(k)
     weight, x, before = torch.randn(n, k), torch.randn(rows, 2 * k if gated else k) * 3, torch.randn(rows, n)
     matrix, add = pack(weight, format_, name), rng.random() < 0.5
+    bias, scale = torch.randn(n) if rng.random() < 0.3 else None, rng.choice([1.0, 1.0, 0.22])
 
     out, wanted = before.clone(), before.clone()
-    linear = Linear(x, matrix, out, add, norm=norm, eps=1e-6, gated=gated)
+    linear = Linear(x, matrix, out, add, norm=norm, eps=1e-6, gated=gated, bias=bias, scale=scale)
     Program([linear], TEAMS[name, threads]).run(frame(rows))
     reference.run([replace(linear, out=wanted)], frame(rows))
     # Each product counts with its own error; a gate near 0 is what cancels of gate x up. With dot products of bfloat16
@@ -71,7 +73,7 @@ def random_linear(rng: random.Random, format_: str, name: str, threads: int) -> 
     y = (x[:, :k] * x[:, k:]).abs() if gated else reference.input_of(linear, rows).abs()
     w = reference.unpack(matrix).abs()
     rounds = format_ == "bfloat16" and name == "avx512"
-    tolerance = (2**-8 if rounds else 1e-5) * (y @ w.T + before.abs())
+    tolerance = (2**-8 if rounds else 1e-5) * (y @ w.T + before.abs() + (0 if bias is None else bias.abs()))
     if format_ in ("int8", "int4") and (gated is not None or norm is not None):
         tolerance += 2 * y.amax(1, keepdim=True) / 127 * w.amax(1)
     worst = ((out - wanted).abs() / (tolerance + 1e-30)).max().item()
@@ -155,22 +157,31 @@ def test_norms_agree(n: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (2, 1, 10), (4, 4, 36)])
+@pytest.mark.parametrize("norms", ["none", "head", "all"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "turned"),
+    [(9, 3, 64, 64), (2, 1, 10, 10), (4, 4, 36, 36), (6, 2, 64, 48), (3, 1, 40, 10), (2, 2, 36, 0)],
+)
 def test_rotation_and_writing_agree(
-    heads: int, kv_heads: int, dim: int, norms: bool, dtype: torch.dtype, name: str
+    heads: int, kv_heads: int, dim: int, turned: int, norms: str, dtype: torch.dtype, name: str
 ) -> None:
     torch.manual_seed(6)
     qkv = torch.randn(7, (heads + 2 * kv_heads) * dim)
-    angles = torch.rand(30, dim // 2) * 6
-    q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if norms else (None, None)
+    angles = torch.rand(30, turned // 2) * 6
+    cos, sin = (angles.cos(), angles.sin()) if turned else (None, None)
+    q_norm, k_norm = None, None
+    if norms != "none":
+        q_norm, k_norm = (
+            torch.randn(dim * (heads if norms == "all" else 1)),
+            torch.randn(dim * (kv_heads if norms == "all" else 1)),
+        )
     it = frame(7, slots=torch.tensor([9, 3, 30, 8, 31, 5, 12]))
     for part in ("qkv", "k", "v"):
 
         def make(part: str = part) -> tuple[Operation, Tensor]:
             k, v = (torch.zeros(8, 4, kv_heads, dim, dtype=dtype) for _ in range(2))
             own = qkv.clone()
-            rotary = Rotary(own, angles.cos(), angles.sin(), heads, KV(k, v, 0), q_norm, k_norm, 1e-6)
+            rotary = Rotary(own, cos, sin, heads, KV(k, v, 0), q_norm, k_norm, 1e-6, norms == "all")
             # keys in qkv are rotated by the one, and left alone by the other: only queries count there
             return rotary, {"qkv": own[:, : heads * dim], "k": k, "v": v}[part]
 
@@ -192,6 +203,20 @@ def test_activations_agree(n: int, name: str) -> None:
             return Linear(gate_up, same, out, gated=function), out
 
         compare(make, frame(5), 2e-6, name, threads=3)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("n", [1, 13, 512])
+def test_soft_caps_agree(n: int, name: str) -> None:
+    torch.manual_seed(10)
+    scores = torch.randn(5, n) * 60
+    scores[0] = torch.linspace(-1e4, 1e4, n)
+
+    def make() -> tuple[Operation, Tensor]:
+        x = scores.clone()
+        return SoftCap(x, 30.0), x
+
+    compare(make, frame(9, sampled=[0, 3, 4, 8]), 2e-6, name, threads=3)
 
 
 @pytest.mark.parametrize("name", SETS)
