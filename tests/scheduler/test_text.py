@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import tiny_llama
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
 
 from paged import LLM, CheckpointError, RequestError, SamplingParams
 from scheduler.text import TextStream, Tokenizer
@@ -226,3 +231,29 @@ def test_a_prompt_is_neither_cut_nor_padded(tmp_path: Path, smollm2: Checkpoint)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = Tokenizer.from_dir(tmp_path)
     assert [len(tokenizer.encode(text)) for text in ("a b", "a b c d e f")] == [2, 6]
+
+
+def test_t08_an_output_layer_with_more_rows_than_the_tokenizer_has_ids(tmp_path: Path) -> None:
+    """Such an id is nothing as text, ends no request, and disturbs nobody; one beyond the rows is refused."""
+    model = tiny_llama(tmp_path)  # 131 rows
+    words = {f"w{i}": i for i in range(120)}
+    made = FastTokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    weights = load_file(tmp_path / "model.safetensors")
+    hidden = weights["model.embed_tokens.weight"].shape[1]
+    # Whatever follows token 5 is the padded 125, and after that nothing that is known.
+    weights["model.embed_tokens.weight"][5] = weights["model.embed_tokens.weight"][125] = 100 * torch.ones(hidden)
+    weights["lm_head.weight"][125] = 100 * weights["model.norm.weight"].sign()
+    save_file(weights, tmp_path / "model.safetensors")
+    llm = LLM(str(tmp_path), dtype="float32", kv_memory="1MiB")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts: list[list[int]] = [[9, 9, 9, 5], [3, 77, 12, 60], [125, 5]]
+    padded, other, prompted = llm.generate(prompts, params)
+    assert padded.outputs[0].token_ids == [125] * 6
+    assert (padded.outputs[0].text, padded.outputs[0].finish_reason) == ("", "length")
+    assert prompted.finished
+    assert other.outputs[0].token_ids == llm.generate(prompts[1], params)[0].outputs[0].token_ids
+    with pytest.raises(RequestError, match="token id 131 is not one of the model's, 0 to 130"):
+        llm.generate([131], params)
+    assert model.config.vocab_size == 131

@@ -22,6 +22,8 @@ from paged import LLM, CheckpointError, SamplingParams
 from worker.checkpoints import BUILTIN, Checkpoint, resolve
 from worker.gguf import GGUFFile, convert_gguf, unpermute, write_safetensors
 from worker.gguf_config import Metadata, hf_config
+from worker.kernels.native import pack
+from worker.kernels.reference import unpack
 
 # Multiples of 32, in whose blocks the types quantise; 2 query heads for each KV head.
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
@@ -188,16 +190,35 @@ def test_the_config_is_that_of_the_model(tmp_path: Path) -> None:
     assert GGUFFile(tmp_path / "tiny.gguf").config()["rope_parameters"]["rope_theta"] == 50000.0
 
 
-def test_generation_from_a_gguf_file_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("calm")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_from_a_gguf_file_equals_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through everything: file, cache, native kernels, windows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = tiny_llama(tmp_path / "hf", **SIZES)
-    write_gguf(tmp_path / "tiny.gguf", model)
+    model = tiny(family)
+    write_gguf(tmp_path / "tiny.gguf", model, tokenizer="llama" if family.startswith(("gemma", "phi3")) else "gpt2")
     llm = LLM(str(tmp_path / "tiny.gguf"), dtype="float32", kv_memory="1MiB")
     tokens = [5, 9, 30, 7, 7, 64]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=26, ignore_eos=True)
     output = llm.generate(tokens, params)[0].outputs[0].token_ids
     assert output == oracle_logits(model, tokens + output)[5:-1].argmax(-1).tolist()
-    assert llm.generate("abc", params)[0].prompt_token_ids == [31]  # its tokenizer came along
+    prompt = llm.generate("abc", params)[0].prompt_token_ids  # its tokenizer came along
+    assert llm.tokenizer.decode(prompt) == "abc"
+
+
+@pytest.mark.parametrize(("kind", "format_"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_blocks_of_32_become_our_groups_of_32_without_a_loss(kind: str, format_: str) -> None:
+    """Quantised when they are packed, from the numbers that the file's blocks stand for."""
+    import gguf
+
+    type_ = gguf.GGMLQuantizationType[kind]
+    rng = np.random.default_rng(0)
+    weight = (rng.standard_normal((50, 160)) * rng.lognormal(0, 2, (50, 1))).astype(np.float32)
+    weight[3, :32] = 0
+    held = gguf.quants.dequantize(gguf.quants.quantize(weight, type_), type_).reshape(weight.shape)
+    assert torch.equal(unpack(pack(torch.from_numpy(held), format_)), torch.from_numpy(held))
 
 
 def test_smollm2_is_bit_for_bit_what_transformers_reads(smollm2: Checkpoint, tmp_path: Path) -> None:

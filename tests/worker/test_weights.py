@@ -6,17 +6,19 @@ import json
 import math
 import pickle
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracles import edit_config, tiny_llama
+from oracles import FAMILIES, edit_config, tiny, tiny_llama
 from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError
 from worker.checkpoints import BUILTIN, resolve
 from worker.model_config import ModelConfig
+from worker.models.decoder import Decoder, Layer
 from worker.tensors import expected_tensors, num_parameters
 from worker.weights import load_weights
 
@@ -264,3 +266,67 @@ def test_a_folder_without_weights_says_so(untied: tuple[Path, dict[str, torch.Te
 def test_a_config_knows_how_many_numbers_its_tensors_have(tie: bool) -> None:
     config = ModelConfig.from_hf(BUILTIN["smollm2"].config | {"tie_word_embeddings": tie, "head_dim": 80})
     assert num_parameters(config) == sum(math.prod(shape) for shape in expected_tensors(config).values())
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("qwen2", "self_attn.k_proj.bias"),
+        ("qwen3", "self_attn.q_norm.weight"),
+        ("qwen3", "self_attn.o_proj.bias"),
+        ("llama3", "mlp.down_proj.bias"),
+        ("gemma3", "pre_feedforward_layernorm.weight"),
+        ("olmo2", "post_feedforward_layernorm.weight"),
+        ("phi3", "self_attn.qkv_proj.weight"),
+    ],
+)
+def test_c06_a_tensor_of_a_familys_own_is_missed_by_name(tmp_path: Path, family: str, tensor: str) -> None:
+    tiny(family, tmp_path)
+    name = f"model.layers.1.{tensor}"
+    edit_weights(tmp_path, **{name.replace(".", "__"): None})
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("llama", "self_attn.q_proj.bias"),
+        ("qwen2", "self_attn.o_proj.bias"),
+        ("mistral", "self_attn.q_norm.weight"),
+        ("phi3", "self_attn.q_proj.weight"),
+        ("olmo2", "input_layernorm.weight"),
+    ],
+)
+def test_c06_a_tensor_that_a_family_does_not_have_is_named(tmp_path: Path, family: str, tensor: str) -> None:
+    tiny(family, tmp_path)
+    name = f"model.layers.0.{tensor}"
+    edit_weights(tmp_path, **{name.replace(".", "__"): torch.ones(48)})
+    with pytest.raises(CheckpointError, match=f"{name} is not part of the model"):
+        load(tmp_path)
+
+
+def test_c06_a_norm_of_one_head_is_not_one_of_all(tmp_path: Path) -> None:
+    tiny("olmo2", tmp_path)
+    edit_weights(tmp_path, model__layers__1__self_attn__k_norm__weight=torch.ones(16))
+    with pytest.raises(CheckpointError, match=r"k_norm\.weight is \[16\], not \[32\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_c04_every_tensor_is_used_and_every_part_is_a_number(tmp_path: Path, family: str) -> None:
+    """Loaded, tied or computed: what is left over stops the loading, and nothing is what memory held before."""
+    tiny(family, tmp_path)
+    config = resolve(str(tmp_path)).config
+    weights = load_weights(tmp_path, config)
+    assert weights.keys() == expected_tensors(config).keys() | {HEAD}
+    decoder = Decoder(config, weights, 64, torch.float32, torch.device("cpu"))
+    assert not weights
+    tables = [table for rotary in decoder.rotaries.values() for table in (rotary.cos, rotary.sin)]
+    for tensor in (*tables, *(value for layer in decoder.layers for value in vars_of(layer) if value is not None)):
+        assert tensor.device.type == "cpu"
+        assert tensor.isfinite().all()
+
+
+def vars_of(layer: Layer) -> list[torch.Tensor | None]:
+    return [getattr(layer, field.name) for field in fields(layer)]

@@ -201,3 +201,35 @@ def test_attention_changes_neither_queries_nor_pages(name: str) -> None:
     batch.run(BACKENDS[name])
     for now, then in zip((batch.q, batch.k_pages, batch.v_pages), before, strict=True):
         assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("steps", [[10], [3, 3, 3, 1], [1] * 10], ids=str)
+def test_n08_a_window_of_four_has_its_own_token_and_three_before(backend: PagedAttention, steps: list[int]) -> None:
+    """Equal scores, values one-hot by position: the output is which keys a query saw, however it was computed."""
+    k, v = torch.zeros(4, 4, 1, 16), torch.zeros(4, 4, 1, 16)
+    v.view(16, 16)[4:14, :10] = torch.eye(10)  # page 0 is the null page
+    found, done = [], 0
+    for count in steps:
+        meta = AttentionMetadata(
+            torch.tensor([0, count], dtype=torch.int32),
+            torch.tensor([done + count], dtype=torch.int32),
+            torch.tensor([[1, 2, 3]], dtype=torch.int32),
+            torch.arange(4 + done, 4 + done + count),
+        )
+        found.append(backend(torch.ones(count, 1, 16), k, v, meta, 1.0, 4))
+        done += count
+    wanted = [[1 / min(4, i + 1) if max(0, i - 3) <= j <= i else 0.0 for j in range(10)] for i in range(10)]
+    assert torch.allclose(torch.cat(found)[:, 0, :10], torch.tensor(wanted), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("window", [None, 7])
+def test_every_backend_caps_scores_alike(backend: PagedAttention, window: int | None) -> None:
+    batch = make(16, 3, 64, 2, torch.float32, window)
+    q = batch.q * 5
+    wanted = reference.paged_attention(q, batch.k_pages, batch.v_pages, batch.meta, batch.scale, window, soft_cap=2.0)
+    found = backend(q, batch.k_pages, batch.v_pages, batch.meta, batch.scale, window, soft_cap=2.0)
+    plain = backend(q, batch.k_pages, batch.v_pages, batch.meta, batch.scale, window)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert not torch.allclose(plain, wanted, atol=1e-2)
