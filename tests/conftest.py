@@ -44,8 +44,24 @@ def smollm2() -> Checkpoint:
 @pytest.fixture(scope="session")
 def transformers_smollm2(smollm2: Checkpoint) -> Any:
     """The same weights in transformers, float32: the oracle."""
+    return _in_transformers(smollm2)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Checkpoint:
+    """Gemma 3 270M in the user's cache, as `smollm2`."""
+    return resolve("gemma3")
+
+
+@pytest.fixture(scope="session")
+def transformers_gemma3(gemma3: Checkpoint) -> Any:
+    """The same weights in transformers, float32, with the attention that its authors wrote down."""
+    return _in_transformers(gemma3, attn_implementation="eager")
+
+
+def _in_transformers(checkpoint: Checkpoint, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return AutoModelForCausalLM.from_pretrained(smollm2.path).eval()
+        return AutoModelForCausalLM.from_pretrained(checkpoint.path, **settings).eval()

@@ -8,7 +8,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 # head_dim is not hidden / heads, and sizes are odd where they may be
@@ -197,67 +196,3 @@ def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits
-
-
-def write_gguf(file: Path, model: Any, kind: str = "F32", **overrides: Any) -> dict[str, Any]:
-    """Write a Llama of transformers as llama.cpp would: its names, q and k rows in its order, a tiny BPE tokenizer.
-
-    Matrices get the GGUF type `kind`. Returns what each tensor holds after quantising, by its GGUF name.
-    """
-    import gguf
-
-    config = model.config
-    writer = gguf.GGUFWriter(file, overrides.get("architecture", "llama"))
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(overrides.get("rotated", config.head_dim))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(overrides.get("theta", 10000.0))
-    if "scaling" in overrides:
-        writer.add_string("llama.rope.scaling.type", overrides["scaling"])
-    if "factor" in overrides:
-        writer.add_rope_scaling_factor(overrides["factor"])
-    if overrides.get("tokenizer", True):
-        _add_tokenizer(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    wanted = gguf.GGMLQuantizationType[kind]
-    held = {}
-    for name, tensor in model.state_dict().items():
-        values = tensor.numpy()
-        short = names.get_name(name, try_suffixes=(".weight",))
-        for part, heads in (("attn_q", config.num_attention_heads), ("attn_k", config.num_key_value_heads)):
-            if part in short:
-                halves = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
-                values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else wanted
-        if short == overrides.get("integers"):  # a type that the gguf library does not dequantise
-            writer.add_tensor(short, values.astype(np.int32))
-            continue
-        data = gguf.quants.quantize(values, stored)
-        held[short] = gguf.quants.dequantize(data, stored).reshape(values.shape)
-        writer.add_tensor(short, data, raw_dtype=stored)
-    if "extra" in overrides:
-        writer.add_tensor(overrides["extra"], np.zeros(4, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return held
-
-
-def _add_tokenizer(writer: Any, vocab_size: int) -> None:
-    letters = ["<s>", "</s>", "<unk>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "abc"]
-    tokens = letters + [f"<extra_{i}>" for i in range(vocab_size - len(letters))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<") else 1 for token in tokens])
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(2)

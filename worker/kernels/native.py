@@ -14,6 +14,7 @@ from worker import kernels
 from worker.kernels import Frame, Operation
 
 _pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_ROWS = 512  # packed at a time; a multiple of a panel's
 _PLAIN, _NORMED, _GATED = 0, 1, {"silu": 2, "gelu_tanh": 3}
 
 
@@ -116,8 +117,10 @@ def pack(weight: Tensor, format_: str, instructions: str | None = None) -> kerne
     assert found is not None, library.why_not()
     n, k = weight.shape
     packed = torch.empty(found.packed_bytes(format_, n, k), dtype=torch.uint8)
-    wide = weight.float().contiguous()
-    found.pack(format_, wide.data_ptr(), n, k, packed.data_ptr(), instructions)
+    for first in range(0, n, _ROWS):  # so that no whole matrix is there in float32
+        wide = weight[first : first + _ROWS].float().contiguous()
+        place = packed.data_ptr() + found.packed_bytes(format_, first, k)
+        found.pack(format_, wide.data_ptr(), len(wide), k, place, instructions)
     return kernels.Matrix(packed, format_, n, k)
 
 
