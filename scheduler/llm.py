@@ -187,6 +187,7 @@ class LLM:
             layout,
             num_pages=limits.num_pages + 1,
             max_model_len=limits.max_model_len,
+            positions=min(limits.max_model_len, limits.longest_prompt + 1),
             device=self.plan.device,
             backend=self.plan.backend,
             quantization=config.quantization,

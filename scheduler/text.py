@@ -51,13 +51,13 @@ class Tokenizer:
             template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
             if isinstance(template, list):  # several, by name
                 template = {one["name"]: one["template"] for one in template}.get("default")
-        except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"the tokenizer's settings in {path} cannot be read: {error}") from None
-        special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token") and isinstance(value, (str, dict))
-        }
+            special = {
+                name: value["content"] if isinstance(value, dict) else value
+                for name, value in config.items()
+                if name.endswith("_token") and isinstance(value, (str, dict))
+            }
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"the tokenizer's settings in {path} cannot be read: {error!r}") from None
         return cls(tokenizer, template, special)
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
@@ -97,7 +97,11 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"character {error.start} is half a surrogate pair, which is no text", param) from None
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # noqa: BLE001  the library raises plain Exception, of a vocabulary without unknowns
+            raise RequestError(f"the tokenizer cannot encode this text: {error}", param) from None
+        return np.asarray(ids, dtype=np.int32)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if self._chat_template is None:

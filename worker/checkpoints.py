@@ -190,7 +190,7 @@ def _read_config(path: Path) -> ModelConfig:
             content = json.loads((path / name).read_text())
         except FileNotFoundError:
             raise CheckpointError(f"{path} has no {name}: it is not a checkpoint's folder") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise CheckpointError(f"{path / name} cannot be read: {error}") from None
         if not isinstance(content, dict):
             raise CheckpointError(f"{path / name} is not a JSON object")

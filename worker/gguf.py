@@ -186,6 +186,10 @@ def _convert_tokenizer(opened: GGUFFile, folder: Path) -> None:
     (alone / "model.gguf").symlink_to(opened.path.resolve())
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(alone, gguf_file="model.gguf")
+        words = opened.field("tokenizer.ggml.tokens")
+        for name, short in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+            if (token := opened.field(f"tokenizer.ggml.{name}_token_id")) is not None:
+                setattr(tokenizer, f"{short}_token", words[token])  # which templates may use by name
         if opened.field("tokenizer.ggml.model") == "gpt2":
             _as_llama_cpp_bytes(opened, tokenizer)
         elif not opened.architecture.startswith("gemma"):
@@ -200,12 +204,13 @@ def _convert_tokenizer(opened: GGUFFile, folder: Path) -> None:
 
 def _as_llama_cpp_bytes(opened: GGUFFile, tokenizer: Any) -> None:
     """What transformers leaves out for a byte-level tokenizer."""
-    from tokenizers import pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
 
     cut = opened.field("tokenizer.ggml.pre")
     if cut not in _CUTS:
         raise CheckpointError(f"{opened.path}: tokenizer.ggml.pre {cut!r}, how its text is cut, is not supported")
     backend = tokenizer.backend_tokenizer
+    backend.normalizer, backend.decoder = None, decoders.ByteLevel()  # nothing of SentencePiece's
     if cut in _WHOLE_WORDS:
         backend.model.ignore_merges = True
         if opened.field("tokenizer.ggml.add_bos_token") is None:

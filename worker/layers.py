@@ -26,10 +26,13 @@ class Rotary:
     Formula: Su et al., "RoFormer", 2021, equation 15, with the two halves of what turns of a head as the pairs.
     """
 
-    def __init__(self, rope: Rope, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.arange(max_model_len).float()[:, None] * frequencies(
-            rope, max_model_len
-        )  # [positions, dims / 2]
+    def __init__(
+        self, rope: Rope, max_model_len: int, dtype: torch.dtype, device: torch.device, positions: int | None = None
+    ) -> None:
+        """positions: how many there are tables for; None is max_model_len."""
+        count = max_model_len if positions is None else positions
+        turns = frequencies(rope, max_model_len)
+        angles = torch.arange(count).float()[:, None] * turns  # [positions, dims / 2]
         self.cos = (angles.cos() * rope.scale).to(dtype).to(device)
         self.sin = (angles.sin() * rope.scale).to(dtype).to(device)
 

@@ -34,6 +34,7 @@ def load_executor(
     *,
     num_pages: int,
     max_model_len: int,
+    positions: int | None = None,
     device: str = "cpu",
     backend: str = "sdpa",
     quantization: str | None = None,
@@ -41,6 +42,7 @@ def load_executor(
 ) -> LocalExecutor:
     """A worker in this process for the checkpoint in the folder `path`, computing in the layout's dtype.
 
+    positions: that a sequence can reach in so many pages, None is max_model_len.
     num_pages counts the null page; threads is for the whole process, None leaves it. With the backend `native` the
     whole model runs on the native kernels, in a quantization if one is given. Raises CheckpointError.
     """
@@ -53,13 +55,13 @@ def load_executor(
     def load(folder: Path, replaced: Mapping[str, Any]) -> Model:
         if team is not None and not replaced:
             parts = packed_weights(folder, config, dtype, quantization)
-            return NativeModel(config, parts, pool, max_model_len, team, quantization)
+            return NativeModel(config, parts, pool, max_model_len, team, quantization, positions)
         weights = load_weights(folder, config)
         replace_weights(weights, replaced, config)
         if team is not None:
             parts = dict(pack_weights(weights, config, dtype, quantization))
-            return NativeModel(config, parts, pool, max_model_len, team, quantization)
-        return Decoder(config, weights, max_model_len, dtype, torch.device(device))
+            return NativeModel(config, parts, pool, max_model_len, team, quantization, positions)
+        return Decoder(config, weights, max_model_len, dtype, torch.device(device), positions)
 
     runner = ModelRunner(load(path, {}), pool, ATTENTION[backend])
     return LocalExecutor(runner, load)

@@ -7,13 +7,12 @@ not load.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from paged.errors import CheckpointError
-from worker.rope import Json, Rope, read_rope
+from worker.rope import MOST, Json, Rope, read_rope
 
 NormPlace = Literal["before", "around", "after"]  # of the two halves of a layer
 QKNorm = Literal["head", "all"]  # each head by itself, or all of a token's together
@@ -102,9 +101,7 @@ FAMILIES: dict[str, _Family] = {
     ),
     "Gemma3ForCausalLM": _Family(
         {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
-        _GEMMA
-        | {"sliding_window_pattern", "attention_bias", "rope_local_base_freq", "final_logit_softcapping"}
-        | {"attn_logit_softcapping"},
+        _GEMMA | {"sliding_window_pattern", "attention_bias", "rope_local_base_freq", "final_logit_softcapping"},
         "hidden_activation",
         "gelu_pytorch_tanh",
         "around",
@@ -151,10 +148,8 @@ _REFUSED = frozenset().union(*(family.fields for family in FAMILIES.values())) |
     "use_qk_norm",
     "logit_scale",
     "lm_head_bias",
-    "position_embedding_type",
     "alibi",
     "parallel_residual",
-    "sliding_window_size",
     "attention_chunk_size",
     "attn_temperature_tuning",
 }
@@ -212,7 +207,7 @@ class ModelConfig:
         kv_heads = _integer(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} query heads do not divide into {kv_heads} key/value heads")
-        num_layers = _integer(config, "num_hidden_layers")
+        num_layers = _integer(config, "num_hidden_layers", most=10_000)
         windows = _layer_windows(config, family, num_layers)
         positions = _integer(config, "max_position_embeddings", 2048)
         ropes = _layer_ropes(config, family, windows, head_dim, positions)
@@ -271,6 +266,8 @@ def _architecture(config: Json) -> str:
         name = ", ".join(map(str, named)) or config.get("model_type") or "no architecture"
         code = "; its own code (auto_map) is never run" if config.get("auto_map") else ""
         raise CheckpointError(f"config.json names {name}, and only {', '.join(FAMILIES)} are supported{code}")
+    if by_type not in (None, known[0]):
+        raise CheckpointError(f"config.json names {known[0]}, and its model_type {config['model_type']} is {by_type}")
     return known[0]
 
 
@@ -279,7 +276,7 @@ def _refuse(config: Json, architecture: str, family: _Family) -> None:
     for name in sorted(_REFUSED - family.fields - _HARMLESS):
         value = config.get(name)
         no_scaling = value == 1 and not isinstance(value, bool)
-        if value is not None and value is not False and not no_scaling:
+        if value and not no_scaling:
             raise CheckpointError(f"config.json: {name} is not supported for {architecture}")
     if config.get("rope_interleaved"):
         raise CheckpointError("config.json: rope_interleaved is not supported: rotary embeddings turn halves of a head")
@@ -290,7 +287,8 @@ def _refuse(config: Json, architecture: str, family: _Family) -> None:
 
 def _activation(config: Json, family: _Family) -> Activation:
     name, wanted = family.activation_field, family.activation
-    if (given := config.get(name) or wanted) != wanted:
+    given = config.get(name) or wanted
+    if (given := "silu" if given == "swish" else given) != wanted:
         raise CheckpointError(f"config.json: {name} {given!r} is not supported, only {wanted!r}")
     return _ACTIVATIONS[wanted]
 
@@ -320,6 +318,8 @@ def _layer_windows(config: Json, family: _Family, num_layers: int) -> tuple[int 
 
 def _sliding_layers(config: Json, family: _Family, num_layers: int) -> list[bool]:
     """Which layers slide where `layer_types` is not there."""
+    if family.norm_offset and family.ropes == "one" and config.get("sliding_window_pattern") != 2:
+        raise CheckpointError("config.json: sliding_window_pattern must be 2: transformers has no other for Gemma 2")
     if "sliding_window_pattern" in config:  # every so manieth layer sees all
         pattern = _integer(config, "sliding_window_pattern")
         return [i % pattern > 0 for i in range(1, num_layers + 1)]
@@ -365,6 +365,7 @@ def _layer_ropes(
             partial=config.get("partial_rotary_factor"),
             max_positions=positions,
             original_max=original,
+            partly="partial_rotary_factor" in family.fields,
             renamed=renamed,
         )
 
@@ -409,19 +410,19 @@ def _flag(config: Json, name: str) -> bool:
     return bool(value)
 
 
-def _integer(config: Json, name: str, default: int | None = None) -> int:
+def _integer(config: Json, name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name} must be a whole number of at least 1, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise CheckpointError(f"config.json: {name} must be a whole number from 1 to {most:,}, not {value!r:.80}")
     return value
 
 
 def _number(config: Json, name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < MOST:
+        raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r:.80}")
     return float(value)
 
 

@@ -43,7 +43,7 @@ class NativeModel:
     """A decoder over the pages of one pool.
 
     parts: packed tensors by name, as worker/packing.py makes them. quantization: int8 or int4 of the matrices, None for
-    the dtype of the embedding. Activations are float32.
+    the dtype of the embedding. positions: that a sequence can reach, None is max_model_len. Activations are float32.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class NativeModel:
         max_model_len: int,
         team: Team,
         quantization: str | None = None,
+        positions: int | None = None,
     ) -> None:
         self._config, self._parts, self._pool, self._team = config, parts, pool, team
         own = str(parts["embedding"].dtype).removeprefix("torch.")
         self._format, self._head_format = quantization or own, head_format(own, quantization)
         self._rotaries = {
-            rope: RotaryTables(rope, max_model_len, torch.float32, torch.device("cpu"))
+            rope: RotaryTables(rope, max_model_len, torch.float32, torch.device("cpu"), positions)
             for rope in config.layer_ropes
             if rope is not None
         }

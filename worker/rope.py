@@ -22,6 +22,7 @@ from typing import Any
 from paged.errors import CheckpointError
 
 Json = Mapping[str, Any]
+MOST = 1e30  # beyond which no number of a config has a meaning
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 # What each kind reads besides rope_type and rope_theta; anything else of it is refused.
 _FIELDS: dict[str, frozenset[str]] = {
@@ -73,23 +74,22 @@ def read_rope(
     partial: object,
     max_positions: int,
     original_max: object = None,
+    partly: bool = False,
     renamed: Mapping[str, str] | None = None,
 ) -> Rope:
     """The rotary embedding that `objects` (by their name in config.json, any of them None) and the fields beside say.
 
     theta_field, theta_value: the old spelling of the base. default_theta: where nobody says; None warns, and is 10000.
     partial: share of a head that is turned, None is all. original_max: from beside the objects, where it comes first.
-    renamed: old names of types. Raises CheckpointError, which names the field.
+    partly: whether the family can turn less. renamed: old names of types. Raises CheckpointError with the field's name.
     """
     given = [(name, _object(name, value)) for name, value in objects.items() if value]
     for (first, a), (second, b) in pairwise(given):
         a, b = ({**it, "rope_type": _kind(name, it, renamed or {})} for name, it in ((first, a), (second, b)))
-        for field in (a.keys() & b.keys()) - {"type"}:
-            if a[field] != b[field]:
+        for field in sorted((a.keys() | b.keys()) - {"type"}):
+            if a.get(field, a) != b.get(field, b):  # one that only one of them has counts too: which would hold?
                 raise CheckpointError(f"config.json: {first} and {second} give two different values of {field}")
-    name, rope = given[0][0] if given else "rope_parameters", dict[str, Any]()
-    for _, part in given:
-        rope |= part
+    name, rope = given[0] if given else ("rope_parameters", {})
     kind = _kind(name, rope, renamed or {})
     if unknown := sorted(rope.keys() - _EVERY_KIND - _FIELDS[kind]):
         raise CheckpointError(
@@ -100,7 +100,11 @@ def read_rope(
         if default_theta is None:
             warnings.warn(f"config.json gives no {theta_field}: 10000 is taken, as transformers does", stacklevel=4)
         theta = default_theta or 10000.0
+    if theta <= 1:
+        raise CheckpointError(f"config.json: {theta_field} must be more than 1, not {theta}")
     share = _same("partial_rotary_factor", partial, rope.get("partial_rotary_factor"))
+    if share not in (None, 1.0) and not partly:
+        raise CheckpointError("config.json: partial_rotary_factor is not supported for this family")
     if share is not None and share > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, not {share}")
     dims = head_dim if share is None else int(head_dim * share)
@@ -108,6 +112,8 @@ def read_rope(
         raise CheckpointError(f"config.json: {dims} of {head_dim} dimensions of a head turn, which is no pairs")
     trained = original_max if original_max is not None else rope.get("original_max_position_embeddings")
     trained = max_positions if trained is None else _whole(f"{name}.original_max_position_embeddings", trained)
+    if kind == "longrope" and trained < 2:
+        raise CheckpointError(f"config.json: {name}.original_max_position_embeddings must be more than {trained}")
     number = _Fields(name, rope)
     factor = (
         1.0
@@ -124,7 +130,7 @@ def read_rope(
             raise CheckpointError(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
         return Rope(kind, dims, theta, factor=factor, trained=trained, between=(low, high))
     if kind == "yarn":
-        between = number("beta_fast", 32.0), number("beta_slow", 1.0)
+        between = number.optional("beta_fast") or 32.0, number.optional("beta_slow") or 1.0
         return Rope(
             kind, dims, theta, _yarn_scale(factor, number), factor, trained, between, number.flag("truncate", True)
         )
@@ -146,7 +152,8 @@ class _Fields:
         return _positive(f"{self._name}.{field}", default if value is None else value)
 
     def optional(self, field: str) -> float | None:
-        return None if self._rope.get(field) is None else self(field)
+        """None also for 0, as in transformers."""
+        return self(field) if self._rope.get(field) else None
 
     def list(self, field: str, count: int) -> tuple[float, ...]:
         values = self._rope.get(field)
@@ -156,10 +163,11 @@ class _Fields:
         return tuple(_positive(f"{self._name}.{field}", value) for value in values)
 
     def flag(self, field: str, default: bool) -> bool:
-        value = self._rope.get(field)
+        """False for null, as in transformers."""
+        value = self._rope.get(field, default)
         if value is not None and not isinstance(value, bool):
             raise CheckpointError(f"config.json: {self._name}.{field} must be true or false, not {value!r:.80}")
-        return default if value is None else value
+        return bool(value)
 
 
 def _yarn_scale(factor: float, number: _Fields) -> float:
@@ -199,12 +207,12 @@ def _same(what: str, *values: object) -> float | None:
 
 
 def _positive(what: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < MOST:
         raise CheckpointError(f"config.json: {what} must be a positive number, not {value!r:.80}")
     return float(value)
 
 
 def _whole(what: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {what} must be a whole number of at least 1, not {value!r:.80}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise CheckpointError(f"config.json: {what} must be a whole number from 1 to 2^31, not {value!r:.80}")
     return value

@@ -6,6 +6,7 @@ Pickles are never opened. Every tensor that the model needs must be there, and e
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ def take(weights: dict[str, Tensor], *names: str) -> Tensor:
 
 
 def _tie(weights: dict[str, Tensor]) -> None:
-    """One tensor under both names; of two that differ the embedding wins, as in transformers."""
+    """One tensor under both names; of two that differ the embedding wins (transformers takes the head then)."""
     embedding = weights.get(EMBEDDING)
     if embedding is None:
         embedding = weights[EMBEDDING] = weights[HEAD]
@@ -94,9 +95,12 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if index.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = sorted({os.fspath(name) for name in weight_map.values()})
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from None
+        single = path / "model.safetensors"
+        if single.is_file() and single.name not in names:
+            return [single], {}  # a whole model saved over one of many files: transformers takes that, too
         for name in names:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} points to {name!r}, which is not a file of this folder: it is not read")

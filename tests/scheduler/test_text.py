@@ -257,3 +257,21 @@ def test_t08_an_output_layer_with_more_rows_than_the_tokenizer_has_ids(tmp_path:
     with pytest.raises(RequestError, match="token id 131 is not one of the model's, 0 to 130"):
         llm.generate([131], params)
     assert model.config.vocab_size == 131
+
+
+@pytest.mark.parametrize("settings", ['{"bos_token": {"x": 1}}', "[" * 100_000, "[5]"])
+def test_odd_settings_of_a_tokenizer_are_one_clear_error(tmp_path: Path, smollm2: Checkpoint, settings: str) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(smollm2.path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(CheckpointError, match="settings in .* cannot be read"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> None:
+    made = FastTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="none"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.encode("b a").tolist() == [1, 0]
+    with pytest.raises(RequestError, match="the tokenizer cannot encode this text"):
+        tokenizer.encode("b c")

@@ -286,3 +286,11 @@ def test_the_lock_is_waited_for(gguf_file: Path, tmp_path: Path) -> None:
     assert process.returncode == 0
     assert f"{key}: waiting for another process" in errors.decode()
     assert folders(cache) == [key]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_nested_without_end_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    tiny_llama(tmp_path)
+    (tmp_path / name).write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        resolve(str(tmp_path))

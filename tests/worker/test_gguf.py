@@ -378,7 +378,9 @@ def test_the_tokenizer_comes_along(
     assert encoded.tokens == tokens
     assert tokenizer.decode(encoded.ids) == text
     assert (folder / "chat_template.jinja").read_text() == template["tokenizer.chat_template"]
-    assert AutoTokenizer.from_pretrained(folder)(text).input_ids == encoded.ids
+    again = AutoTokenizer.from_pretrained(folder)
+    assert again(text).input_ids == encoded.ids
+    assert (again.bos_token, again.eos_token, again.unk_token) == ("<s>", "</s>", "<unk>")
 
 
 @pytest.mark.usefixtures("calm")

@@ -185,7 +185,8 @@ def test_a_gemma_3_is_what_transformers_makes_of_its_config(spelling: dict[str, 
         ({"architectures": None, "model_type": "gemma3"}, "names gemma3,"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"attn_logit_softcapping": -50.0}, "attn_logit_softcapping must be a positive number"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported for Gemma3ForCausalLM"),
+        ({"final_logit_softcapping": -50.0}, "final_logit_softcapping must be a positive number"),
         ({"mlp_bias": True}, "mlp_bias is not supported for Gemma3ForCausalLM"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported for Gemma3ForCausalLM"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
@@ -301,8 +302,27 @@ def test_which_layers_slide(changes: dict[str, Any], windows: tuple[int | None, 
         ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias is not supported for Mis"),
         ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is not supported"),
         ({"architectures": ["Phi3ForCausalLM"], "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window_pattern": 3}, "sliding_window_pattern must be 2"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "llama"}, "its model_type llama is LlamaForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"], "num_experts": 8}, "num_experts is not supported"),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**8}, "num_hidden_layers must be a whole num"),
+        ({"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 10**12}, "max_position_embeddings must be"),
+        ({"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
     ],
 )
 def test_what_a_family_does_not_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf(SMALL | {"rope_parameters": ROPE} | changes)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"num_experts": 0, "quantization_config": {}, "position_embedding_type": "rope"},
+        {"hidden_act": "swish"},
+        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4096, "sliding_window_size": 4096},  # 9B, published
+    ],
+)
+def test_what_changes_nothing_is_no_hindrance(harmless: dict[str, Any]) -> None:
+    plain = {"architectures": harmless.get("architectures", ["LlamaForCausalLM"]), "rope_parameters": ROPE}
+    assert ModelConfig.from_hf(SMALL | plain | harmless) == ModelConfig.from_hf(SMALL | plain)

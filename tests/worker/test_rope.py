@@ -57,6 +57,8 @@ def theirs(parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
         YARN | {"rope_theta": 10000.0},
         YARN | {"rope_theta": 1e6, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
         YARN | {"rope_theta": 1e6, "attention_factor": 0.7},
+        YARN | {"rope_theta": 1e6, "truncate": None},
+        YARN | {"rope_theta": 1e6, "beta_fast": 0, "beta_slow": 0, "mscale": 0, "mscale_all_dim": 0},
         YARN | {"rope_theta": 1e6, "mscale": 0.7, "mscale_all_dim": 1.1},
         YARN | {"rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 16},
         {
@@ -141,6 +143,8 @@ def test_n13_each_kind_of_layer_has_its_own(spelling: str) -> None:
     assert float(everywhere[1]) == pytest.approx(1e6 ** (-2 / 64) / 8)
 
 
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 32}
+PHI3: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 SMOLLM2: dict[str, Any] = {
     name: value for name, value in BUILTIN["smollm2"].config.items() if name != "rope_parameters"
 }
@@ -163,7 +167,7 @@ def test_c03_spellings_of_one_embedding_are_one() -> None:
     [
         ({"rope_parameters": {"rope_theta": 1e4}}, "two different values of rope_theta"),
         ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 2.0}}, "two different values of factor"),
-        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}, "two different values of rope_type"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}, "two different values of factor"),
         ({"rope_parameters": {"rope_type": "foo"}}, "of type 'foo' is not supported"),
         ({"rope_parameters": {"rope_type": ["linear"]}}, r"of type \['linear'\] is not supported"),
         ({"rope_parameters": LINEAR | {"low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor is not supported"),
@@ -175,8 +179,15 @@ def test_c03_spellings_of_one_embedding_are_one() -> None:
         ({"rope_parameters": YARN | {"truncate": 1}}, "truncate must be true or false"),
         ({"rope_parameters": YARN | {"original_max_position_embeddings": 0}}, "must be a whole number"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 32"),
-        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor must be at most 1"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.02}}, "1 of 64 dimensions of a head turn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported for this family"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1"),
+        (PHI3 | {"partial_rotary_factor": 0.02}, "1 of 64 dimensions of a head turn"),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 1e5}}, "two different values of factor"),
+        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 1e5}}, "values of rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta must be more than 1"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        ({"rope_parameters": YARN | {"factor": 1e308}}, "factor must be a positive number"),
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 1}}, "must be more than 1"),
         ({"rope_parameters": {"full_attention": LINEAR}}, "one object for all layers"),
     ],
 )

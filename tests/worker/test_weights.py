@@ -205,6 +205,13 @@ def test_c05_an_extra_file_is_ignored(sharded: Path) -> None:
     assert load(sharded).keys() == names
 
 
+def test_c05_a_single_file_beside_an_index_of_others_is_the_model(sharded: Path) -> None:
+    """A whole model saved over one of many files; as in transformers."""
+    whole = {name: tensor + 1 for name, tensor in load(sharded).items()}
+    save_file(whole, sharded / "model.safetensors")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load(sharded).items())
+
+
 def test_c05_code_of_the_checkpoint_is_never_run(untied: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder = untied[0]
     edit_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"}, architectures=["EvilForCausalLM"])
@@ -228,7 +235,15 @@ def test_of_a_tensor_in_two_files_the_index_says_which(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 5, "a": "b"}}']
+    "content",
+    [
+        "",
+        "[]",
+        '{"weight_map": []}',
+        '{"weight_map": {"model.norm.weight": 5, "a": "b"}}',
+        '{"weight_map": {"a": 5}}',
+        "[" * 100_000,
+    ],
 )
 def test_an_index_that_is_none_is_named(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)

@@ -45,7 +45,8 @@ class Decoder:
     """A decoder over pages; layers with different windows have pages of their own.
 
     weights: tensors by their Hugging Face names, as `load_weights` returns them; they are taken out of the dict one by
-    one, so that a matrix and what it is made of are not held at once for more than one layer.
+    one, so that a matrix and what it is made of are not held at once for more than one layer. positions: that a
+    sequence can reach, None is max_model_len.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Decoder:
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
+        positions: int | None = None,
     ) -> None:
         self.config = config
         embedding, head = weights.pop(EMBEDDING), weights.pop(HEAD)
@@ -79,7 +81,9 @@ class Decoder:
         assert not weights, f"weights that nothing uses: {sorted(weights)}"
         self.embedding_scale = torch.tensor(config.embedding_scale).to(self.embedding)  # rounded, as in training
         self.rotaries = {
-            rope: Rotary(rope, max_model_len, dtype, device) for rope in config.layer_ropes if rope is not None
+            rope: Rotary(rope, max_model_len, dtype, device, positions)
+            for rope in config.layer_ropes
+            if rope is not None
         }
 
     def forward(

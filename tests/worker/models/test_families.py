@@ -18,7 +18,7 @@ from paged.attention import AttentionMetadata
 from paged.pool import KVPool
 from scheduler.llm import kv_layout
 from worker.checkpoints import resolve
-from worker.loading import ATTENTION
+from worker.loading import ATTENTION, load_executor
 from worker.model_config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.rope import Rope
@@ -221,3 +221,17 @@ def test_a_config_knows_how_many_numbers_its_tensors_have(checkpoint: tuple[Path
     folder, model = checkpoint
     assert num_parameters(read(folder)) == sum(parameter.numel() for parameter in model.parameters())
     assert expected_tensors(read(folder)).keys() == load_file(folder / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_rotary_tables_are_for_what_the_pool_holds(checkpoint: tuple[Path, Any], backend: str) -> None:
+    """Of a model that knows a million positions they would take gigabytes."""
+    config = read(checkpoint[0])
+    layout = kv_layout(config, "float32", 4)
+    executor = load_executor(
+        checkpoint[0], config, layout, num_pages=9, max_model_len=1_000_000, positions=32, backend=backend
+    )
+    assert executor._runner is not None
+    model = executor._runner.model
+    tables = model.rotaries if isinstance(model, Decoder) else model._rotaries
+    assert {len(table.cos) for table in tables.values()} == {32}
