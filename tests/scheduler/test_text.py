@@ -263,7 +263,7 @@ def test_t08_an_output_layer_with_more_rows_than_the_tokenizer_has_ids(tmp_path:
 def test_odd_settings_of_a_tokenizer_are_one_clear_error(tmp_path: Path, smollm2: Checkpoint, settings: str) -> None:
     (tmp_path / "tokenizer.json").symlink_to(smollm2.path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(CheckpointError, match="settings in .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"settings in .* cannot be read"):
         Tokenizer.from_dir(tmp_path)
 
 
