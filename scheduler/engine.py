@@ -102,7 +102,9 @@ class Engine:
         if stream and request.beams:
             raise RequestError("a beam search cannot be streamed: until its end every beam may still lose", "stream")
         tokenizer = self.tokenizer
-        self.scheduler.add(request, None if tokenizer is None else lambda: TextStream(tokenizer, request.params))
+        self.scheduler.add(
+            request, None if tokenizer is None else lambda: TextStream(tokenizer, request.params, eager=stream)
+        )
         if stream:
             self._streams[request.request_id] = {}
 

@@ -143,12 +143,13 @@ class TextStream:
 
     Tokens are decoded in a window: from the group shown last to the newest. A group is shown once its text no longer
     ends in U+FFFD, which is what a character's first bytes decode to; what stands before the U+FFFD is shown at once,
-    and `finish` shows what is left. So the deltas together are what decoding all ids at once gives. Tokens are decoded
-    when somebody asks for text, or looks for a stop string in it: without either, all of them once at the end.
+    and `finish` shows what is left. So the deltas together are what decoding all ids at once gives. Without stop
+    strings tokens are decoded when somebody asks for text, or all at the end; eager: as they come, for a stream.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eager: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._eager = eager or bool(params.stop_strings)
         self._skip_special = params.skip_special_tokens
         self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._stops = params.stop_strings
@@ -169,7 +170,7 @@ class TextStream:
         if token_id in self._hidden:
             return False
         self._ids.append(token_id)
-        return bool(self._stops) and self._decode()
+        return self._eager and self._decode()
 
     @property
     def text(self) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paged.errors import CheckpointError
+from worker.model_config import ModelConfig
+from worker.tensors import expected_tensors
 
 Shape = tuple[int, ...]
 _ATTENTION = {
@@ -60,7 +62,6 @@ class Architecture:
     parts: Mapping[str, str]  # of a layer: by GGUF name, the Hugging Face name
     permuted: bool = False  # rows of q and k have the halves of each head interleaved
     norms_plus_one: bool = False
-    biases: tuple[str, ...] = ()  # parts that always have one
     optional_biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by the field of config.json
 
 
@@ -68,7 +69,7 @@ _ATTENTION_BIAS = {"attention_bias": tuple(_ATTENTION)}
 _BOTH_BIASES = _ATTENTION_BIAS | {"mlp_bias": tuple(_MLP)}
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", _LLAMA, permuted=True, optional_biases=_BOTH_BIASES),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA, biases=("attn_q", "attn_k", "attn_v")),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _LLAMA | _QK_NORMS, optional_biases=_ATTENTION_BIAS),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _LLAMA, permuted=True, optional_biases=_BOTH_BIASES),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _ATTENTION | _MLP | _FOUR_NORMS, norms_plus_one=True),
@@ -178,39 +179,13 @@ def hf_config(meta: Metadata, shapes: Mapping[str, Shape], factors: Callable[[st
 
 def tensor_names(architecture: str, config: Mapping[str, Any]) -> dict[str, tuple[str, Shape]]:
     """Every tensor that a model of this config has: by GGUF name its Hugging Face name and shape."""
-    kind = ARCHITECTURES[architecture]
-    hidden, inner, head_dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
-    q, kv = (config[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))
-    whole = architecture == "olmo2"  # norms of q and k span all heads
-    sizes = {
-        "attn_q": (q, hidden),
-        "attn_k": (kv, hidden),
-        "attn_v": (kv, hidden),
-        "attn_qkv": (q + 2 * kv, hidden),
-        "attn_output": (hidden, q),
-        "attn_q_norm": (q if whole else head_dim,),
-        "attn_k_norm": (kv if whole else head_dim,),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner if "ffn_gate" in kind.parts else 2 * inner, hidden),
-        "ffn_down": (hidden, inner),
-    }
-    biased = {
-        *kind.biases,
-        *(part for flag, parts in kind.optional_biases.items() if config.get(flag) for part in parts),
-    }
-    embedding = (config["vocab_size"], hidden)
-    names: dict[str, tuple[str, Shape]] = {
-        f"{part}.weight": (f"{name}.weight", (hidden,) if part == "output_norm" else embedding)
-        for part, name in OUTER.items()
-        if part != "output" or not config["tie_word_embeddings"]
-    }
+    shapes = expected_tensors(ModelConfig.from_hf(config))
+    names = {f"{part}.weight": f"{name}.weight" for part, name in OUTER.items()}
     for layer in range(config["num_hidden_layers"]):
-        for part, name in kind.parts.items():
-            shape = sizes.get(part, (hidden,))
-            names[f"blk.{layer}.{part}.weight"] = (f"model.layers.{layer}.{name}.weight", shape)
-            if part in biased:
-                names[f"blk.{layer}.{part}.bias"] = (f"model.layers.{layer}.{name}.bias", shape[:1])
-    return names
+        for part, name in ARCHITECTURES[architecture].parts.items():
+            for kind in ("weight", "bias"):
+                names[f"blk.{layer}.{part}.{kind}"] = f"model.layers.{layer}.{name}.{kind}"
+    return {gguf: (name, shapes[name]) for gguf, name in names.items() if name in shapes}
 
 
 def _rope(

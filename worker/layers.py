@@ -55,7 +55,7 @@ def frequencies(rope: Rope, max_model_len: int) -> Tensor:
             plain, (low, high) = 1.0 / waves, rope.between
             lengths = 2 * math.pi / plain
             mixed = (rope.trained / lengths - low) / (high - low)  # 0: all is scaled, 1: nothing
-            between = (1 - mixed) * (plain / factor) + mixed * plain
+            between = (1 - mixed) * plain / factor + mixed * plain
             scaled = torch.where(lengths > rope.trained / low, plain / factor, between)
             return torch.where(lengths < rope.trained / high, plain, scaled)
         case "yarn":

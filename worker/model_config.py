@@ -8,159 +8,19 @@ not load.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from paged.errors import CheckpointError
+from worker.families import ACTIVATIONS, FAMILIES, HARMLESS, MULTIPLIERS, REFUSED, Activation, Family, NormPlace, QKNorm
 from worker.rope import MOST, Json, Rope, read_rope
 
-NormPlace = Literal["before", "around", "after"]  # of the two halves of a layer
-QKNorm = Literal["head", "all"]  # each head by itself, or all of a token's together
-Activation = Literal["silu", "gelu_tanh"]
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What of a family its config.json does not say. defaults: of fields that it leaves out, as in transformers."""
-
-    defaults: Json = field(default_factory=dict)
-    fields: frozenset[str] = frozenset()  # that it has beside those of every family
-    activation_field: str = "hidden_act"
-    activation: str = "silu"
-    norm_place: NormPlace = "before"
-    norm_offset: float = 0.0
-    qk_norm: QKNorm | None = None
-    qkv_bias: bool = False  # whatever attention_bias says
-    fused: bool = False
-    windows: Literal["none", "every", "types"] = "none"  # how layers get the field sliding_window
-    ropes: Literal["one", "two"] = "one"  # two: layers with a window have their own
-    theta: float | None = None
-
-
-_BIASES, _WINDOWS = frozenset({"attention_bias", "mlp_bias"}), frozenset({"sliding_window"})
-_TYPES = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
-_GEMMA = frozenset({"query_pre_attn_scalar", "sliding_window", "layer_types"})
-_GEMMA_DEFAULTS: Json = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family(fields=_BIASES | {"rope_interleaved"}),
-    "MistralForCausalLM": _Family(
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}, _WINDOWS, windows="every"
-    ),
-    "Qwen2ForCausalLM": _Family(
-        {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        _TYPES,
-        qkv_bias=True,
-        windows="types",
-    ),
-    "Qwen3ForCausalLM": _Family(
-        {
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-        _TYPES | {"attention_bias"},
-        qk_norm="head",
-        windows="types",
-    ),
-    "SmolLM3ForCausalLM": _Family(
-        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
-        _TYPES | _BIASES | {"no_rope_layers", "no_rope_layer_interval"},
-        windows="types",
-        theta=2e6,
-    ),
-    "Gemma2ForCausalLM": _Family(
-        {
-            **_GEMMA_DEFAULTS,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window_pattern": 2,
-        },
-        _GEMMA | {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern", "attention_bias"},
-        "hidden_activation",
-        "gelu_pytorch_tanh",
-        "around",
-        1.0,
-        windows="types",
-        theta=1e4,
-    ),
-    "Gemma3ForCausalLM": _Family(
-        {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
-        _GEMMA | {"sliding_window_pattern", "attention_bias", "rope_local_base_freq", "final_logit_softcapping"},
-        "hidden_activation",
-        "gelu_pytorch_tanh",
-        "around",
-        1.0,
-        "head",
-        windows="types",
-        ropes="two",
-        theta=1e6,
-    ),
-    "Phi3ForCausalLM": _Family(
-        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        _WINDOWS | {"original_max_position_embeddings", "partial_rotary_factor"},
-        fused=True,
-        windows="every",
-        theta=1e4,
-    ),
-    "Olmo2ForCausalLM": _Family(
-        {"rms_norm_eps": 1e-5}, frozenset({"attention_bias"}), norm_place="after", qk_norm="all"
-    ),
-    "GraniteForCausalLM": _Family(
-        fields=_BIASES | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
-    ),
-}
-_MODEL_TYPES = {  # for a config that names no architecture
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "granite": "GraniteForCausalLM",
-}
-# Fields that change what a model computes, and that not every family has: where one has not, a value is refused.
-_REFUSED = frozenset().union(*(family.fields for family in FAMILIES.values())) | {
-    "quantization_config",
-    "use_bidirectional_attention",
-    "clip_qkv",
-    "num_experts",
-    "num_local_experts",
-    "qk_layernorm",
-    "use_qk_norm",
-    "logit_scale",
-    "lm_head_bias",
-    "alibi",
-    "parallel_residual",
-    "attention_chunk_size",
-    "attn_temperature_tuning",
-}
-_HARMLESS: frozenset[str] = frozenset({"layer_types", "sliding_window", "max_window_layers"})  # where nothing slides
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder. head_dim is the model's own, which need not be hidden_size / num_heads."""
 
-    architecture: str  # of FAMILIES
     vocab_size: int  # rows of the embedding
     hidden_size: int
     intermediate_size: int
@@ -184,7 +44,7 @@ class ModelConfig:
     mlp_bias: bool = False
     fused: bool = False  # q, k and v are one tensor, gate and up another
     activation: Activation = "silu"
-    embedding_scale: float = 1.0  # rounded to the dtype
+    embedding_scale: float = 1.0  # rounded to the dtype, as Gemma's is; published multipliers of Granite are exact
     residual_scale: float = 1.0  # of what each half of a layer adds
     logits_divisor: float = 1.0
     attention_soft_cap: float = 0.0  # 0 is none
@@ -197,7 +57,6 @@ class ModelConfig:
         family = FAMILIES[architecture]
         _refuse(config, architecture, family)
         config = {**family.defaults, **config}
-        gemma = family.norm_offset > 0
         hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % heads:
             raise CheckpointError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -211,14 +70,14 @@ class ModelConfig:
         windows = _layer_windows(config, family, num_layers)
         positions = _integer(config, "max_position_embeddings", 2048)
         ropes = _layer_ropes(config, family, windows, head_dim, positions)
-        scale = head_dim**-0.5
-        if gemma:
-            scale = _number(config, "query_pre_attn_scalar") ** -0.5
-        elif "attention_multiplier" in family.fields:
-            scale = _number(config, "attention_multiplier", 1.0)
+        attention_scale, embedding_scale = head_dim**-0.5, 1.0
+        if family.scales == "query":
+            attention_scale, embedding_scale = _number(config, "query_pre_attn_scalar") ** -0.5, hidden**0.5
+        elif family.scales == "multipliers":
+            attention_scale = _number(config, "attention_multiplier", 1.0)
+            embedding_scale = _number(config, "embedding_multiplier", 1.0)
         attention_bias = "attention_bias" in family.fields and _flag(config, "attention_bias")
         return cls(
-            architecture=architecture,
             vocab_size=_integer(config, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_integer(config, "intermediate_size"),
@@ -227,7 +86,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            attention_scale=scale,
+            attention_scale=attention_scale,
             layer_windows=windows,
             layer_ropes=ropes,
             max_model_len=_longest(config, positions, ropes),
@@ -242,7 +101,7 @@ class ModelConfig:
             mlp_bias="mlp_bias" in family.fields and _flag(config, "mlp_bias"),
             fused=family.fused,
             activation=_activation(config, family),
-            embedding_scale=hidden**0.5 if gemma else _number(config, "embedding_multiplier", 1.0),
+            embedding_scale=embedding_scale,
             residual_scale=_number(config, "residual_multiplier", 1.0),
             logits_divisor=_number(config, "logits_scaling", 1.0),
             attention_soft_cap=_soft_cap(config, "attn_logit_softcapping"),
@@ -260,7 +119,7 @@ def _architecture(config: Json) -> str:
     """The one of those that we know."""
     named = config.get("architectures") or []
     named = named if isinstance(named, list) else [named]
-    by_type = _MODEL_TYPES.get(str(config.get("model_type")))
+    by_type = next((name for name, it in FAMILIES.items() if it.model_type == config.get("model_type")), None)
     known = [name for name in FAMILIES if name in (named or [by_type])]
     if not known:
         name = ", ".join(map(str, named)) or config.get("model_type") or "no architecture"
@@ -271,29 +130,27 @@ def _architecture(config: Json) -> str:
     return known[0]
 
 
-def _refuse(config: Json, architecture: str, family: _Family) -> None:
+def _refuse(config: Json, architecture: str, family: Family) -> None:
     """Refuse what changes the computation, and what this family does not have here."""
-    for name in sorted(_REFUSED - family.fields - _HARMLESS):
+    for name in sorted(REFUSED - family.fields - HARMLESS):
         value = config.get(name)
-        no_scaling = value == 1 and not isinstance(value, bool)
+        no_scaling = value == 1 and name in (*MULTIPLIERS, "partial_rotary_factor")
         if value and not no_scaling:
             raise CheckpointError(f"config.json: {name} is not supported for {architecture}")
-    if config.get("rope_interleaved"):
-        raise CheckpointError("config.json: rope_interleaved is not supported: rotary embeddings turn halves of a head")
     kinds = config.get("layer_types")
     if family.windows != "types" and isinstance(kinds, list) and set(kinds) - {_FULL}:
         raise CheckpointError(f"config.json: layer_types other than {_FULL} are not supported for {architecture}")
 
 
-def _activation(config: Json, family: _Family) -> Activation:
+def _activation(config: Json, family: Family) -> Activation:
     name, wanted = family.activation_field, family.activation
     given = config.get(name) or wanted
     if (given := "silu" if given == "swish" else given) != wanted:
         raise CheckpointError(f"config.json: {name} {given!r} is not supported, only {wanted!r}")
-    return _ACTIVATIONS[wanted]
+    return ACTIVATIONS[wanted]
 
 
-def _layer_windows(config: Json, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(config: Json, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """From `sliding_window` for all layers, or for those that `layer_types` (or what older configs have) names."""
     window = config.get("sliding_window")
     if family.windows == "none" or (family.windows == "every" and window is None):
@@ -316,12 +173,15 @@ def _layer_windows(config: Json, family: _Family, num_layers: int) -> tuple[int 
     return tuple(size if kind == _SLIDING else None for kind in kinds)
 
 
-def _sliding_layers(config: Json, family: _Family, num_layers: int) -> list[bool]:
+def _sliding_layers(config: Json, family: Family, num_layers: int) -> list[bool]:
     """Which layers slide where `layer_types` is not there."""
-    if family.norm_offset and family.ropes == "one" and config.get("sliding_window_pattern") != 2:
-        raise CheckpointError("config.json: sliding_window_pattern must be 2: transformers has no other for Gemma 2")
-    if "sliding_window_pattern" in config:  # every so manieth layer sees all
-        pattern = _integer(config, "sliding_window_pattern")
+    pattern = config.get("sliding_window_pattern", family.window_pattern)
+    if family.window_pattern and pattern != family.window_pattern:
+        raise CheckpointError(
+            f"config.json: sliding_window_pattern must be {family.window_pattern}, as in transformers"
+        )
+    if pattern is not None:  # every so manieth layer sees all
+        pattern = _integer({"sliding_window_pattern": pattern}, "sliding_window_pattern")
         return [i % pattern > 0 for i in range(1, num_layers + 1)]
     if config.get("sliding_window") is None:
         return [False] * num_layers
@@ -345,7 +205,7 @@ def _turning_layers(config: Json, num_layers: int) -> list[bool]:
 
 
 def _layer_ropes(
-    config: Json, family: _Family, windows: tuple[int | None, ...], head_dim: int, positions: int
+    config: Json, family: Family, windows: tuple[int | None, ...], head_dim: int, positions: int
 ) -> tuple[Rope | None, ...]:
     new = config.get("rope_parameters") or {}
     by_kind = isinstance(new, Mapping) and bool(new.keys() & {_FULL, _SLIDING})
@@ -353,7 +213,6 @@ def _layer_ropes(
         wanted = "one object for all layers" if family.ropes == "one" else f"of {_FULL} and {_SLIDING}"
         raise CheckpointError(f"config.json: rope_parameters must be {wanted}, not {new!r:.80}")
     original = config.get("original_max_position_embeddings")
-    renamed = {"su": "longrope", "yarn": "longrope"} if family.fused else {}
 
     def read(objects: Json, field_name: str, default: float | None) -> Rope:
         return read_rope(
@@ -366,7 +225,7 @@ def _layer_ropes(
             max_positions=positions,
             original_max=original,
             partly="partial_rotary_factor" in family.fields,
-            renamed=renamed,
+            renamed=family.rope_names,
         )
 
     scaling = {"rope_scaling": config.get("rope_scaling")}

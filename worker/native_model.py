@@ -36,7 +36,7 @@ from worker.kernels import (
 from worker.kernels.native import Program
 from worker.layers import Rotary as RotaryTables
 from worker.model_config import ModelConfig
-from worker.packing import layer_matrix
+from worker.tensors import matrix_shapes
 
 
 class NativeModel:
@@ -147,4 +147,4 @@ class NativeModel:
         return [*operations, Argmax(self._logits, self._best)]
 
     def _matrix(self, i: int, name: str) -> Matrix:
-        return layer_matrix(self._parts, i, name, self._format, self._config)
+        return Matrix(self._parts[f"{i}.{name}"], self._format, *matrix_shapes(self._config)[name])

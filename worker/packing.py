@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from worker.checkpoints import CacheError, cached, default_cache
 from worker.device import head_format
-from worker.kernels import Matrix
 from worker.kernels.native import pack
 from worker.model_config import ModelConfig
-from worker.tensors import EMBEDDING, HEAD, MATRICES, NORM, NORMS, layer_parts, matrix_shapes
+from worker.tensors import EMBEDDING, HEAD, MATRICES, NORM, NORMS, layer_parts
 from worker.weights import load_weights, take
 
 VERSION = 3  # to be raised when what is packed changes
@@ -76,11 +75,6 @@ def pack_weights(
             else:
                 yield f"{i}.{part}", tensor.float() + (config.norm_offset if part in NORMS else 0.0)
     assert not weights, f"weights that nothing uses: {sorted(weights)}"
-
-
-def layer_matrix(parts: Mapping[str, Tensor], i: int, name: str, format_: str, config: ModelConfig) -> Matrix:
-    """One of MATRICES of layer i."""
-    return Matrix(parts[f"{i}.{name}"], format_, *matrix_shapes(config)[name])
 
 
 def _write(file: Path, parts: Iterable[tuple[str, Tensor]]) -> None:

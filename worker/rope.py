@@ -16,7 +16,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from paged.errors import CheckpointError
@@ -73,9 +72,9 @@ def read_rope(
     head_dim: int,
     partial: object,
     max_positions: int,
-    original_max: object = None,
-    partly: bool = False,
-    renamed: Mapping[str, str] | None = None,
+    original_max: object,
+    partly: bool,
+    renamed: Json,
 ) -> Rope:
     """The rotary embedding that `objects` (by their name in config.json, any of them None) and the fields beside say.
 
@@ -84,13 +83,14 @@ def read_rope(
     partly: whether the family can turn less. renamed: old names of types. Raises CheckpointError with the field's name.
     """
     given = [(name, _object(name, value)) for name, value in objects.items() if value]
-    for (first, a), (second, b) in pairwise(given):
-        a, b = ({**it, "rope_type": _kind(name, it, renamed or {})} for name, it in ((first, a), (second, b)))
+    if len(given) == 2:
+        (first, a), (second, b) = given
+        a, b = {**a, "rope_type": _kind(first, a, renamed)}, {**b, "rope_type": _kind(second, b, renamed)}
         for field in sorted((a.keys() | b.keys()) - {"type"}):
             if a.get(field, a) != b.get(field, b):  # one that only one of them has counts too: which would hold?
                 raise CheckpointError(f"config.json: {first} and {second} give two different values of {field}")
     name, rope = given[0] if given else ("rope_parameters", {})
-    kind = _kind(name, rope, renamed or {})
+    kind = _kind(name, rope, renamed)
     if unknown := sorted(rope.keys() - _EVERY_KIND - _FIELDS[kind]):
         raise CheckpointError(
             f"config.json: {name}.{unknown[0]} is not supported for a rotary embedding of type {kind}"
@@ -114,14 +114,13 @@ def read_rope(
     trained = max_positions if trained is None else _whole(f"{name}.original_max_position_embeddings", trained)
     if kind == "longrope" and trained < 2:
         raise CheckpointError(f"config.json: {name}.original_max_position_embeddings must be more than {trained}")
-    number = _Fields(name, rope)
-    factor = (
-        1.0
-        if kind == "default"
-        else number("factor", None if kind in ("linear", "llama3") else max_positions / trained)
-    )
+    return _of_kind(kind, dims, theta, _Fields(name, rope), trained, max_positions)
+
+
+def _of_kind(kind: str, dims: int, theta: float, number: _Fields, trained: int, max_positions: int) -> Rope:
     if kind == "default":
         return Rope(kind, dims, theta)
+    factor = number("factor", None if kind in ("linear", "llama3") else max_positions / trained)
     if kind == "linear":
         return Rope(kind, dims, theta, factor=factor)
     if kind == "llama3":
@@ -185,7 +184,7 @@ def _object(name: str, value: object) -> Json:
     return value
 
 
-def _kind(name: str, rope: Json, renamed: Mapping[str, str]) -> str:
+def _kind(name: str, rope: Json, renamed: Json) -> str:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "dynamic":

@@ -48,8 +48,9 @@ def paged_attention(
         rows = grouped[:, :, first:last].reshape(1, kv_heads, group * num, head_dim)
         mask = None if num == 1 else _mask(num, seq_len - seen, window, q).repeat(group, 1)
         if soft_cap:  # which PyTorch's function does not have
-            scores = soft_cap * torch.tanh(rows @ k.transpose(1, 2) * (scale / soft_cap))
-            attended = (scores if mask is None else scores + mask).softmax(dim=-1) @ v
+            scores = soft_cap * torch.tanh(rows.float() @ k.float().transpose(1, 2) * (scale / soft_cap))
+            weights = (scores if mask is None else scores + mask).softmax(dim=-1)
+            attended = (weights @ v.float()).to(q.dtype)
         else:
             attended = scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)
         result[:, :, first:last] = attended.view(kv_heads, group, num, head_dim)

@@ -242,8 +242,9 @@ class FailingTokenizer:
         return self.decode([token_id], skip_special_tokens)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", range(1, 16))
-def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int) -> None:
+def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int, stream: bool) -> None:
     """S2, S4: every request ends once, the others with the tokens they have alone; the fault itself is raised."""
     params = {"a": greedy(1), "b": greedy(4, stop="no"), "c": greedy(5, stop=["such", "text"])}
     prompts = {"a": [1, 2], "b": [5, 6], "c": [7]}
@@ -251,7 +252,7 @@ def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int) ->
     def answers(tokenizer: FailingTokenizer) -> tuple[dict[str, RequestOutput], int]:
         engine, _ = fake_engine(40, 4, tokenizer=cast(Any, tokenizer))
         for name, prompt in prompts.items():
-            engine.add(name, prompt, params[name])
+            engine.add(name, prompt, params[name], stream=stream)
         found: list[RequestOutput] = []
         raised = 0
         for _ in range(20):
@@ -262,8 +263,13 @@ def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int) ->
             engine.scheduler.check()
         assert not engine.has_work
         assert idle(engine.scheduler.manager)
-        assert sorted(output.request_id for output in found) == ["a", "b", "c"]
-        return {output.request_id: output for output in found}, raised
+        assert engine.stats.recomputed_tokens == 0
+        ended = [output for output in found if output.finished]
+        assert sorted(output.request_id for output in ended) == ["a", "b", "c"]
+        for output in ended:  # of a stream, with all that came before
+            parts = [it for it in found if it.request_id == output.request_id and it.outputs]
+            output.outputs[0].token_ids = [token for part in parts for token in part.outputs[0].token_ids]
+        return {output.request_id: output for output in ended}, raised
 
     counted = FailingTokenizer(0)
     wanted, _ = answers(counted)

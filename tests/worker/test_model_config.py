@@ -9,7 +9,8 @@ import pytest
 
 from paged import CheckpointError
 from worker.checkpoints import BUILTIN
-from worker.model_config import FAMILIES, ModelConfig
+from worker.families import FAMILIES
+from worker.model_config import ModelConfig
 from worker.rope import Rope
 
 CONFIG: dict[str, Any] = BUILTIN["smollm2"].config

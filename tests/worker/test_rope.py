@@ -200,8 +200,7 @@ def test_c04_frequencies_are_computed_anew_whatever_lay_in_memory() -> None:
     """They are in no file: bit for bit the float32 formula, five times, in memory that held large numbers."""
     wanted = 1.0 / (500000.0 ** (torch.arange(0, 64, 2).float() / 64))
     for _ in range(5):
-        del (big := [torch.full((1 << n,), 1e9) for n in range(4, 16)])[:]
+        del [torch.full((1 << n,), 1e9) for n in range(4, 16)][:]
         assert torch.equal(frequencies(rope({"rope_theta": 500000.0}), 8192), wanted)
         table = Rotary(rope(LLAMA3), 64, torch.float32, torch.device("cpu"))
         assert torch.equal(table.cos, (torch.arange(64).float()[:, None] * frequencies(rope(LLAMA3), 64)).cos())
-    assert big == []

@@ -122,8 +122,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> float32 [rows, vocab]."""
-        logits = linear(hidden, self.head).float() / self.config.logits_divisor
-        cap = self.config.logits_soft_cap
+        logits, divisor, cap = (
+            linear(hidden, self.head).float(),
+            self.config.logits_divisor,
+            self.config.logits_soft_cap,
+        )
+        logits = logits if divisor == 1 else logits / divisor
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _by_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
