@@ -29,10 +29,13 @@ for name in kernels.library().sets:
     for format_ in kernels.FORMATS:
         for i in range(CASES):
             test_operations.random_linear(random.Random(i), format_, name, threads=3)
-    for check in (test_operations.test_norms_agree, test_operations.test_activations_agree):
+    for check in (
+        test_operations.test_norms_agree, test_operations.test_activations_agree, test_operations.test_soft_caps_agree
+    ):
         check(37, name)
     for dtype in (torch.float32, torch.bfloat16):
-        test_operations.test_rotation_and_writing_agree(4, 4, 36, True, dtype, name)
+        for turned, norms in ((36, "head"), (10, "all"), (0, "none")):
+            test_operations.test_rotation_and_writing_agree(4, 4, 36, turned, norms, dtype, name)
     test_operations.test_rows_are_looked_up_and_gathered(name)
     test_operations.test_the_greatest_is_found_of_equals_the_first(1001, name)
 print("done")
