@@ -286,6 +286,7 @@ class Scheduler:
             params,
             sequence.request.seed,
             sequence.index,
+            sequence.num_prompt,
             family.search.num_candidates if family.search else params.logprobs,
         )
         return Row(sequence.seq_id, num_tokens, (), samples, reset)

@@ -14,7 +14,9 @@ from worker.step import Reset, Row, SamplingParams, Step
 
 
 def reset(tokens: list[int], pages: list[int], num_computed: int = 0) -> Reset:
-    return Reset(np.asarray(tokens, dtype=np.int32), (tuple(pages),), num_computed, SamplingParams(temperature=0), 0, 0)
+    return Reset(
+        np.asarray(tokens, dtype=np.int32), (tuple(pages),), num_computed, SamplingParams(temperature=0), 0, 0, 1
+    )
 
 
 def after(*steps: Step) -> FakeExecutor:

@@ -11,8 +11,8 @@ from paged.pool import KVPool
 from worker.inputs import Inputs, SequenceState, build_inputs
 from worker.models.decoder import Decoder
 from worker.native_model import NativeModel
-from worker.sampler import logprobs, sample, uniform
-from worker.step import Row, Step, StepResult
+from worker.sampler import Draw, draw, logprobs
+from worker.step import Logprobs, Row, Step, StepResult
 
 Model = Decoder | NativeModel
 
@@ -48,29 +48,62 @@ class ModelRunner:
         states = [self._state(row) for row in step.rows]
         inputs = build_inputs(step.rows, states, self.pool.layout.page_size, self.pool.k[0].device)
         logits, best = self._compute(inputs)
-        for row, state in zip(step.rows, states, strict=True):
-            state.num_computed += row.num_tokens
-        sampling = [(row.seq_id, state) for row, state in zip(step.rows, states, strict=True) if row.samples]
-        if not sampling:
-            return StepResult(step.number, (), ())
-        params = [state.params for _, state in sampling]
-        uniforms = [
-            0.0 if state.params.greedy else uniform(state.seed, state.index, state.num_tokens) for _, state in sampling
+        draws = [
+            Draw(state, state.num_tokens + i, row.mask)
+            for row, state in zip(step.rows, states, strict=True)
+            if row.samples
+            for i in range(1 + len(row.drafts))
         ]
-        tokens = sample(logits, params, uniforms, best)
-        for (_, state), token in zip(sampling, tokens, strict=True):
-            state.append_token(token)
-        counts = [state.num_logprobs for _, state in sampling]
+        tokens = draw(logits[: len(draws)], draws, None if best is None else best[: len(draws)])
+        counts = [draw.state.reset.num_logprobs for draw in draws]
         wanted = any(count is not None for count in counts)
-        return StepResult(
-            step.number,
-            tuple(seq_id for seq_id, _ in sampling),
-            tuple(tokens),
-            tuple(logprobs(logits, tokens, counts)) if wanted else (),
-        )
+        entries = logprobs(logits[: len(draws)], tokens, counts) if wanted else []
+        return self._answer(step, states, tokens, entries, self._scores(step, states, logits[len(draws) :]))
+
+    def _answer(
+        self,
+        step: Step,
+        states: list[SequenceState],
+        tokens: list[int],
+        entries: list[Logprobs | None],
+        scores: tuple[tuple[int, tuple[Logprobs, ...]], ...],
+    ) -> StepResult:
+        """Bring the sequences up to what was sampled, drafts up to the first that was not."""
+        seq_ids, counts, kept, place = list[int](), list[int](), list[int](), 0
+        for row, state in zip(step.rows, states, strict=True):
+            state.num_computed += row.num_tokens - len(row.drafts)
+            if not row.samples:
+                continue
+            accepted = 0
+            while accepted < len(row.drafts) and tokens[place + accepted] == row.drafts[accepted]:
+                accepted += 1
+            state.append(tokens[place : place + accepted + 1])
+            state.num_computed += accepted
+            seq_ids.append(row.seq_id)
+            counts.append(accepted + 1)
+            kept += range(place, place + accepted + 1)
+            place += 1 + len(row.drafts)
+        if len(kept) < len(tokens):
+            tokens, entries = [tokens[i] for i in kept], [entries[i] for i in kept] if entries else []
+        several = () if len(kept) == len(seq_ids) else tuple(counts)
+        return StepResult(step.number, tuple(seq_ids), tuple(tokens), tuple(entries), several, scores)
+
+    def _scores(
+        self, step: Step, states: list[SequenceState], logits: Tensor
+    ) -> tuple[tuple[int, tuple[Logprobs, ...]], ...]:
+        """What rows want to know of their known tokens; logits float32 [tokens of all of them, vocab]."""
+        result, place = list[tuple[int, tuple[Logprobs, ...]]](), 0
+        for row, state in zip(step.rows, states, strict=True):
+            if row.scores:
+                known: list[int] = state.tokens[slice(*row.scores)].tolist()
+                count = state.reset.params.prompt_logprobs or 0
+                entries = logprobs(logits[place : place + len(known)], known, [count] * len(known))
+                result.append((row.seq_id, tuple(entry for entry in entries if entry)))
+                place += len(known)
+        return tuple(result)
 
     def _compute(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Logits float32 [rows that sample, vocab], and where it comes with them the place of the greatest."""
+        """Logits float32 [len(inputs.sampled), vocab], and where it comes with them the place of the greatest."""
         if isinstance(self.model, NativeModel):
             return self.model.step(inputs, self.seconds)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.metas, self.pool, self.attention)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from worker.inputs import SequenceState
 from worker.step import Logprobs, SamplingParams
 
 
@@ -23,13 +25,38 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
+class Draw(NamedTuple):
+    """What one row of logits is sampled for: the token at `position` of a sequence, after tokens[:position]."""
+
+    state: SequenceState
+    position: int
+    mask: bytes | None = None  # see Row
+
+    @property
+    def uniform(self) -> float:
+        reset = self.state.reset
+        return uniform(reset.seed, reset.index, self.position)
+
+
+def draw(logits: Tensor, draws: SequenceOf[Draw], best: Tensor | None = None) -> list[int]:
+    """The token of each row of `logits`, float [rows, vocab].
+
+    best: int64 [rows], the likeliest token of each, where it is known.
+    """
+    if not draws:
+        return []
+    params = [one.state.reset.params for one in draws]
+    uniforms = [0.0 if one.greedy else each.uniform for one, each in zip(params, draws, strict=True)]
+    return sample(logits, params, uniforms, best)
+
+
 def sample(
     logits: Tensor,
     params: SequenceOf[SamplingParams],
     uniforms: SequenceOf[float],
     best: Tensor | None = None,
 ) -> list[int]:
-    """One token id for each row of `logits`, float [rows, vocab].
+    """One token id for each row of `logits`, float [rows, vocab], by temperature, top_k, top_p and min_p.
 
     `uniforms` are used where a row is not greedy. best: int64 [rows], the likeliest token of each, where it is known.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -53,6 +53,7 @@ class SamplingParams:
         unfiltered) distribution; None gives none.
     skip_special_tokens: leave special tokens out of the text.
     n: continuations of the prompt; each draws its own random numbers, of the seed and its index.
+    prompt_logprobs: what `logprobs` gives, of the prompt's tokens, each after those before it.
 
     Raises RequestError, which names the field, for a value out of range.
     """
@@ -70,6 +71,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     n: int = 1
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, _MAX_FLOAT)
@@ -84,6 +86,7 @@ class SamplingParams:
         self._integer("n", 1, 2**31)
         self._integer("max_tokens", 0, 2**31)
         self._integer("logprobs", 0, MAX_LOGPROBS)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r:.80}", name)
@@ -130,12 +133,19 @@ class Reset:
     params: SamplingParams
     seed: int
     index: int  # of the sequence in its request
+    num_prompt: int  # of the tokens, how many are the prompt's
     num_logprobs: int | None = None  # give the log-probability of each token and of so many alternatives
+    end_token_ids: tuple[int, ...] = ()  # that may not be sampled before params.min_tokens are there
+    bad_phrases: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come about
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's part of a step: compute `num_tokens` tokens after those computed before."""
+    """One sequence's part of a step: compute `num_tokens` tokens after those computed before.
+
+    Where it samples, it may bring drafts: guesses of the tokens that come next. They are counted in `num_tokens`, and
+    computed like known ones. A token is sampled at each place, and they count up to the first that is not its draft.
+    """
 
     seq_id: int
     num_tokens: int
@@ -143,6 +153,9 @@ class Row:
     samples: bool = True  # the next token is sampled; only where this row reaches the sequence's last token
     reset: Reset | None = None
     token: int | None = None  # stands in place of the last one sampled; None keeps that
+    drafts: tuple[int, ...] = ()
+    mask: bytes | None = None  # of the tokens that may be sampled: bit i % 32 of the i // 32nd uint32, little-endian
+    scores: tuple[int, int] | None = None  # the first and after the last known token whose log-probability is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +189,11 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled: one entry for each row with `samples`, in the order of the rows."""
+    """What a step sampled, in the order of the rows with `samples`: one token for each, with drafts one or more."""
 
     number: int
     seq_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs | None, ...] = field(default=())
+    token_ids: tuple[int, ...]  # of all rows, packed
+    logprobs: tuple[Logprobs | None, ...] = ()  # of each token, if anybody asked for any
+    counts: tuple[int, ...] = ()  # tokens of each row; empty: one each
+    scores: tuple[tuple[int, tuple[Logprobs, ...]], ...] = ()  # sequence, and what its row asked for

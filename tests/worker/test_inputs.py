@@ -17,7 +17,15 @@ CPU = torch.device("cpu")
 
 def state(tokens: list[int], pages: list[int], num_computed: int = 0) -> SequenceState:
     return SequenceState(
-        Reset(np.asarray(tokens, dtype=np.int32), (tuple(pages),), num_computed, SamplingParams(), seed=5, index=2)
+        Reset(
+            np.asarray(tokens, dtype=np.int32),
+            (tuple(pages),),
+            num_computed,
+            SamplingParams(),
+            seed=5,
+            index=2,
+            num_prompt=len(tokens),
+        )
     )
 
 
@@ -94,7 +102,7 @@ def test_a_row_that_does_not_fit_is_refused(row: Row, one: SequenceState, messag
 def test_a_state_grows_by_tokens_and_pages_without_end() -> None:
     one = state([1, 2, 3], [4])
     for i in range(500):
-        one.append_token(i)
+        one.append((i,))
         append(one, [i + 5] if i % 3 else [i + 5, i + 6])
     append(one, [])
     assert one.tokens[: one.num_tokens].tolist() == [1, 2, 3, *range(500)]
@@ -109,7 +117,7 @@ def test_many_pages_at_once_are_appended() -> None:
 
 
 def test_a_change_in_the_middle_and_one_at_the_end_are_made_in_their_group() -> None:
-    reset = Reset(np.arange(9, dtype=np.int32), ((1, 2, 3), (4, 5, 6)), 8, SamplingParams(), 0, 0)
+    reset = Reset(np.arange(9, dtype=np.int32), ((1, 2, 3), (4, 5, 6)), 8, SamplingParams(), 0, 0, 1)
     one = SequenceState(reset)
     one.change_tables([(0, 1, 9), (1, 0, 0), (0, 3, 7), (1, 3, 8)])
     assert one.pages[:, : one.num_pages].tolist() == [[1, 9, 3, 7], [0, 5, 6, 8]]
@@ -122,7 +130,7 @@ def test_a_change_in_the_middle_and_one_at_the_end_are_made_in_their_group() -> 
 def test_a_state_is_the_workers_own_copy() -> None:
     """Scheduling the next step never changes what the current one reads."""
     tokens = np.asarray([1, 2, 3], dtype=np.int32)
-    one = SequenceState(Reset(tokens, ((1,),), 0, SamplingParams(), 0, 0))
+    one = SequenceState(Reset(tokens, ((1,),), 0, SamplingParams(), 0, 0, 1))
     tokens[:] = 9
     assert one.tokens[:3].tolist() == [1, 2, 3]
 
@@ -131,7 +139,7 @@ def test_inputs_do_not_change_when_the_state_goes_on() -> None:
     one = state([1, 2, 3], [1])
     inputs = build((Row(0, 3), one))
     kept: list[Any] = [inputs.token_ids.clone(), inputs.metas[0].block_tables.clone(), inputs.metas[0].slots.clone()]
-    one.append_token(9)
+    one.append((9,))
     one.tokens[:3] = 7
     one.pages[0, 0] = 8
     now = [inputs.token_ids, inputs.metas[0].block_tables, inputs.metas[0].slots]

@@ -46,7 +46,7 @@ def test_logits_of_chunks_and_decodes_equal_transformers(
     for i, tokens in sequences.items():
         manager.allocate(i, np.asarray(tokens, dtype=np.int32), len(tokens))
         pages = tuple(manager.table(i).pages)
-        states[i] = SequenceState(Reset(np.asarray(tokens, dtype=np.int32), (pages,), 0, GREEDY, 0, 0))
+        states[i] = SequenceState(Reset(np.asarray(tokens, dtype=np.int32), (pages,), 0, GREEDY, 0, 0, 1))
     for turn in range(5):
         rows = [Row(i, sizes[turn], samples=False) for i, sizes in chunks.items() if turn < len(sizes)]
         inputs = build_inputs(rows, [states[row.seq_id] for row in rows], 4, torch.device("cpu"))
@@ -79,7 +79,7 @@ def test_generated_tokens_and_logprobs_equal_transformers(tmp_path: Path) -> Non
 
 def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
-    reset = Reset(np.asarray(TOKENS, dtype=np.int32), (tuple(range(1, 20)),), 0, GREEDY, 0, 0, GREEDY.logprobs)
+    reset = Reset(np.asarray(TOKENS, dtype=np.int32), (tuple(range(1, 20)),), 0, GREEDY, 0, 0, 1, GREEDY.logprobs)
     results = []
     for dtype in ("float32", "bfloat16"):
         worker = executor(tmp_path, dtype=dtype)
@@ -91,7 +91,7 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
 def test_the_worker_refuses_what_does_not_fit(tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     worker = executor(tmp_path)
-    reset = Reset(np.asarray(TOKENS[:8], dtype=np.int32), ((1, 2),), 0, GREEDY, 0, 0)
+    reset = Reset(np.asarray(TOKENS[:8], dtype=np.int32), ((1, 2),), 0, GREEDY, 0, 0, 1)
 
     def run(*rows: Row, number: int, **more: Any) -> Any:
         worker.submit(Step(number, rows, **more))

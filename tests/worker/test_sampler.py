@@ -175,7 +175,7 @@ def test_absent_is_none() -> None:
 
 
 def test_messages_survive_pickling() -> None:
-    reset = Reset(np.arange(3, dtype=np.int32), ((1,),), 0, SamplingParams(stop=["a"], seed=3), 3, 0)
+    reset = Reset(np.arange(3, dtype=np.int32), ((1,),), 0, SamplingParams(stop=["a"], seed=3), 3, 0, 3)
     step = Step(4, (Row(1, 3, reset=reset), Row(2, 1, ((0, 1, 5),))), finished=(7,))
     again = pickle.loads(pickle.dumps(step))
     assert again.rows[1] == step.rows[1]

@@ -111,7 +111,7 @@ def test_a_temperature_under_1e_5_is_greedy() -> None:
 
 
 def test_a_step_with_everything_survives_pickling() -> None:
-    reset = Reset(np.asarray([1, 2, 3], dtype=np.int32), ((4, 5),), 2, SamplingParams(seed=1), 1, 0)
+    reset = Reset(np.asarray([1, 2, 3], dtype=np.int32), ((4, 5),), 2, SamplingParams(seed=1), 1, 0, 3)
     step = Step(7, (Row(1, 1, ((0, 3, 6),), token=5), Row(2, 1, samples=False)), (Move(1, 2),), (9,), restart=True)
     assert pickle.loads(pickle.dumps(step)) == step
     assert step.num_tokens == 2
