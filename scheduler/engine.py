@@ -168,8 +168,13 @@ class Engine:
             raise
         if scheduler.faults:
             raise scheduler.faults.pop(0)
-        outputs, self._ready = self._ready, []
-        return outputs
+        outputs = self._ready
+        try:
+            self._ready = []
+            return outputs
+        except BaseException:  # Ctrl-C just here
+            self._ready = outputs
+            raise
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, at any moment; its last output. None if it is not known or has ended already."""
