@@ -172,9 +172,8 @@ class FakeExecutor:
                 for group in range(len(self.windows)):
                     self.kv.update(dict.fromkeys(self._slots(state, row.num_tokens, group), -1))
             raise self.raise_at.pop(step.number)
-        scores = [
-            (row.seq_id, self._score(row, state)) for row, state in zip(step.rows, states, strict=True) if row.scores
-        ]
+        pairs = list(zip(step.rows, states, strict=True))
+        scores = [(row.seq_id, self._score(row, state)) for row, state in pairs if row.scores]
         sampled = [self._run(row, state) for row, state in pairs]
         self._next_number = step.number + 1
         return self._answer(step, sampled, tuple(scores))

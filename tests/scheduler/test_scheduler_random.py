@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from fakes import FakeText, Rig, output, request, score, solo
+from fakes import FakeText, Rig, next_token, output, request, score, solo
 
 from paged import RequestError, SamplingParams
 from scheduler import policy
@@ -21,6 +21,11 @@ from scheduler.request import Family, Request, State
 
 FAMILIES = [[(37 * family + 11 * i) % 900 for i in range(200)] for family in range(3)]
 MODES = {"plain": (0.0, 0.0), "aborts": (0.03, 0.0), "failures": (0.0, 0.04), "both": (0.03, 0.04)}
+
+
+def rhyme(last: int, position: int) -> int:
+    """A model that says the same again and again, but for a slip now and then."""
+    return position % 5 + 100 * (position % 13 == 0)
 
 
 class Planned(Exception):
@@ -56,6 +61,7 @@ class Load:
             budget=rng.choice([4, 7, 16] if self.growing else [1, 2, 3, 7, 16, 33, 64]),
             max_num_seqs=rng.randint(2 if self.growing else 1, 8),
             caching=rng.random() < 0.8,
+            model=rng.choice([next_token, next_token, rhyme]),
             rules=Rules(
                 rng.choice(policy.ADMISSIONS),
                 rng.choice(list(policy.ORDERS.values())),
@@ -105,7 +111,7 @@ class Load:
         )
         seed = rng.randrange(3)
         most = rng.randint(room // 2, room - 10) if self.growing else rng.choice([0, 1, 2, rng.randint(1, 30)])
-        free = solo(prompt, most, params=params, seed=seed)
+        free = solo(prompt, most, self.rig.executor.model, params=params, seed=seed)
         eos = [rng.choice(free)] if free and rng.random() < 0.2 else []
         return request(name, prompt, most, params=params, seed=seed, eos=eos, priority=rng.randint(-10, 10))
 
@@ -190,7 +196,8 @@ class Load:
 
     def check_answer(self, wanted: Request, index: int, tokens: list[int], reason: str | None) -> None:
         prompt = wanted.prompt_token_ids.tolist()
-        free = solo(prompt, wanted.max_tokens, params=wanted.params, seed=wanted.seed, index=index)
+        model = self.rig.executor.model
+        free = solo(prompt, wanted.max_tokens, model, wanted.params, wanted.seed, index)
         ends = [i for i, token in enumerate(free) if token in wanted.eos_token_ids]
         alone = free[: ends[0] + 1] if ends else free
         if reason == "abort":
