@@ -152,6 +152,18 @@ class Sequence:
         return copy
 
 
+@dataclass(slots=True)
+class Timing:
+    """Moments of a family, in seconds of the clock of its engine's metrics, which alone writes them."""
+
+    arrived: float
+    admitted: float | None = None  # first
+    first: float | None = None  # token
+    last: float | None = None
+    longest: float = 0.0  # between two steps that gave it tokens
+    ended: float | None = None
+
+
 class Family:
     """The sequences of one request. They run, are preempted and resume together.
 
@@ -173,6 +185,9 @@ class Family:
         self.state = State.WAITING
         self.forked = False  # every live sequence has pages
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
+        self.num_recomputed = 0  # tokens computed before and lost to a preemption
+        self.num_preemptions = 0
+        self.timing: Timing | None = None  # once metrics has heard of it
 
     def __repr__(self) -> str:
         return f"Family({self.request.request_id!r}, {self.state.value}, {self.sequences})"

@@ -35,6 +35,7 @@ class Scheduler:
         self.limits = limits
         self.stats = EngineStats(total_pages=manager.num_usable)
         self.running: list[Family] = []  # in order of arrival
+        self.admitted: list[Family] = []  # by the last schedule(), preempted ones that came back included
         self._waiting: list[Family] = []  # a heap by arrival; may still hold finished ones
         self._live: dict[str, Family] = {}
         self._by_id: dict[int, tuple[Family, Sequence]] = {}
@@ -94,6 +95,7 @@ class Scheduler:
         """The next step; None if there is nothing to do."""
         assert self._under_way is None, "update() of the last step is due"
         rows: list[Row] = []
+        self.admitted = []
         budget = self.limits.max_num_batched_tokens
         preemptions = self.stats.preemptions
         for family in tuple(self.running):
@@ -119,7 +121,7 @@ class Scheduler:
         self._under_way = step
         self.stats.num_steps += 1
         self.stats.max_running = max(self.stats.max_running, len(rows))
-        self.stats.used_pages = self.manager.num_used
+        self._count_pages()
         self.stats.peak_pages = max(self.stats.peak_pages, self.stats.used_pages)
         self.stats.waste_sum += self._waste()
         return step
@@ -157,6 +159,7 @@ class Scheduler:
                 new = True
             if new:
                 changed[family] = None
+        self._count_pages()
         return list(changed)
 
     def fail(self) -> None:
@@ -176,7 +179,12 @@ class Scheduler:
         for family in tuple(self.running):
             self._preempt(family)
         self._weights += 1
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
         self.manager.reset()
+        self._count_pages()
 
     def namespace(self, cache_salt: str | None) -> bytes:
         """Within what pages are shared, as the weights are now."""
@@ -251,6 +259,7 @@ class Scheduler:
         first.num_computed = cached
         self.running.append(family)
         self.running.sort()  # a preempted one comes back before those that arrived after it
+        self.admitted.append(family)
         self.stats.waiting -= 1
         self.stats.running += 1
         if family.num_cached is None:
@@ -296,7 +305,9 @@ class Scheduler:
         sequence.num_computed += num_tokens
         self.manager.commit(sequence.seq_id, sequence.tokens, sequence.num_computed)
         self.stats.computed_tokens += num_tokens
-        self.stats.recomputed_tokens += max(0, min(sequence.most_computed, sequence.num_computed) - before)
+        again = max(0, min(sequence.most_computed, sequence.num_computed) - before)
+        self.stats.recomputed_tokens += again
+        family.num_recomputed += again
         sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
 
     def _take(self, family: Family, sequence: Sequence, result: StepResult, i: int | None) -> bool:
@@ -362,6 +373,7 @@ class Scheduler:
             self._leave(sequence)
             sequence.num_computed = 0
         family.move_to(State.PREEMPTED)
+        family.num_preemptions += 1
         family.forked = False
         self.running.remove(family)
         heapq.heappush(self._waiting, family)
@@ -397,7 +409,10 @@ class Scheduler:
         if sequence.known_to_worker:
             self._forget.append(sequence.seq_id)
             sequence.known_to_worker = False
-        self.stats.used_pages = self.manager.num_used
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        self.stats.used_pages, self.stats.cached_pages = self.manager.num_used, self.manager.num_cached
 
     def _waste(self) -> float:
         """Room without a token over room with one, in the pages held once this step is done.
