@@ -256,7 +256,7 @@ class Engine:
             finished=finished,
             num_cached_tokens=family.num_cached or 0,
             num_output_tokens=sum(sequence.num_output for sequence in family.sequences),
-            metrics=self.metrics.request(family) if finished else None,
+            metrics=self.metrics.request(family),
         )
 
     def _completion(self, sequence: Sequence, first: int, stream: TextSink | None) -> CompletionOutput:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fakes import FakeExecutor, fake_engine, solo
+from fakes import FakeExecutor, Rig, fake_engine, request, solo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,6 +203,28 @@ def test_pages_are_counted_by_state_and_a_reset_frees_the_cached_ones() -> None:
     assert (stats.free_pages, stats.cached_pages) == (16, 0)
 
 
+def test_pages_that_leave_a_window_are_counted_when_they_leave() -> None:
+    engine, _ = fake_engine(16, 4, executor=FakeExecutor(17, 4, windows=(None, 8)))
+    engine.add("r", PROMPT, greedy(28))
+    manager = engine.scheduler.manager
+    while engine.has_work:
+        engine.step()
+        assert (engine.stats.used_pages, engine.stats.cached_pages) == (manager.num_used, manager.num_cached)
+
+
+def test_the_scheduler_names_who_the_last_schedule_admitted() -> None:
+    rig = Rig.of(16, 4, max_num_seqs=1)
+    first, second = (rig.add_family(request(name, PROMPT, 2)) for name in "ab")
+    admitted = []
+    while (step := rig.schedule()) is not None:
+        admitted.append(rig.scheduler.admitted)
+        if len(admitted) == 2:
+            rig.scheduler.fail()
+        else:
+            rig.finish(step)
+    assert admitted == [[first], [], [first], [second], []]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_sums_over_requests_are_the_engines_figures(seed: int) -> None:
     """A tiny pool, shared prompts, aborts, and steps that raise."""
@@ -270,6 +292,14 @@ def test_percentiles_are_within_one_percent_and_shown_buckets_exact(values: list
     assert distribution.buckets() == [
         (bound, sum(value <= bound for value in ranked)) for bound in (*SECONDS, math.inf)
     ]
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_a_time_that_cannot_be_counts_as_none(value: float) -> None:
+    distribution = Distribution((1.0, 2.0))
+    distribution.add(value)
+    assert distribution.buckets()[0] == (1.0, 1)
+    assert (distribution.total, distribution.least, distribution.most) == (0.0, 0.0, 0.0)
 
 
 def test_a_value_on_a_bound_belongs_to_it() -> None:
