@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
     from scheduler.llm import LLM
-    from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+    from scheduler.metrics import Metrics, MetricsSummary, Percentiles
+    from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from worker.step import SamplingParams, Step, StepResult
 
 __version__ = "0.1.0"
@@ -66,6 +67,10 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "RequestMetrics",
+    "Metrics",
+    "MetricsSummary",
+    "Percentiles",
     "Step",
     "StepResult",
     # errors
@@ -87,6 +92,10 @@ _FORWARDED = {
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",
     "EngineStats": "scheduler.outputs",
+    "RequestMetrics": "scheduler.outputs",
+    "Metrics": "scheduler.metrics",
+    "MetricsSummary": "scheduler.metrics",
+    "Percentiles": "scheduler.metrics",
     "BeamSearchParams": "scheduler.beam",
     "Engine": "scheduler.engine",
     "EngineConfig": "scheduler.config",
