@@ -12,6 +12,7 @@ from paged.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 MOST_THREADS = 1024
+MOST_DRAFTS = 64
 
 
 def _setting(default: Any, help_text: str) -> Any:
@@ -37,6 +38,12 @@ class EngineConfig:
     threads: int | None = _setting(None, "CPU threads [what the cgroup and the affinity allow]")
     device: str = _setting("auto", "auto, cpu or cuda")
     attention_backend: str = _setting("auto", "auto, native, sdpa or reference")
+    admission: str = _setting("optimistic", "optimistic, or guaranteed: nobody ever gives way for want of pages")
+    policy: str = _setting("fcfs", "who comes first: fcfs, priority, longest_prefix or shortest")
+    victim: str = _setting("youngest", "who gives way when pages run out: youngest, cheapest or largest")
+    max_step_ms: float | None = _setting(None, "time between tokens that chunks of prompts adapt to [no limit]")
+    num_speculative_tokens: int = _setting(0, "drafts a sequence and step, by look-up in its own text [off]")
+    deterministic: bool = _setting(False, "promise the same bits of logits in any batch, or refuse to start")
     seed: int | None = _setting(None, "draws the seeds of requests that bring none")
 
     @classmethod
@@ -57,8 +64,20 @@ class EngineConfig:
         _one_of("attention_backend", self.attention_backend, ("auto", "native", "sdpa", "reference"))
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a name or a path, not {self.model!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        _one_of("admission", self.admission, ("optimistic", "guaranteed"))
+        _one_of("policy", self.policy, ("fcfs", "priority", "longest_prefix", "shortest"))
+        _one_of("victim", self.victim, ("youngest", "cheapest", "largest"))
+        for name in ("enable_prefix_caching", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        given = self.max_step_ms
+        if given is not None and (
+            not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < 1e9
+        ):
+            raise ConfigError(f"max_step_ms must be a number of milliseconds above 0, not {given!r}")
+        drafts = self.num_speculative_tokens
+        if not isinstance(drafts, int) or isinstance(drafts, bool) or not 0 <= drafts <= MOST_DRAFTS:
+            raise ConfigError(f"num_speculative_tokens must be a whole number from 0 to {MOST_DRAFTS}, not {drafts!r}")
         if isinstance(self.threads, int) and self.threads > MOST_THREADS:
             raise ConfigError(
                 f"threads is {self.threads:,}, and at most {MOST_THREADS:,} make sense: the CPUs there are"

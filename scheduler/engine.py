@@ -25,7 +25,7 @@ from scheduler.request import Family, Request, Sequence, State, TextSink
 from scheduler.scheduler import Scheduler
 from scheduler.text import TextStream, Tokenizer
 from worker.executor import Executor
-from worker.step import SamplingParams
+from worker.step import Logprobs, SamplingParams
 
 
 class Engine:
@@ -34,6 +34,7 @@ class Engine:
     limits: what bounds a request; its number of pages is the executor's. eos_token_ids: end of a sequence unless
     ignore_eos. vocab_size: rows of the model's embedding. tokenizer: None where only token ids go in and out; stop
     strings are refused then. seed: draws the seeds of requests that bring none; None takes them from the system.
+    rules: how requests are scheduled.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: SequenceOf[int] = (),
         enable_prefix_caching: bool = True,
+        rules: policy.Rules | None = None,
         seed: int | None = None,
     ) -> None:
         self.executor = executor
@@ -53,7 +55,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         manager = KVCacheManager(executor.num_pages, limits.page_size, enable_prefix_caching, limits.windows)
-        self.scheduler = Scheduler(manager, limits)
+        self.scheduler = Scheduler(manager, limits, rules)
         self.metrics = Metrics(stats=self.scheduler.stats)
         self._seeds = random.Random(seed)
         # Of each streaming request and sequence: tokens that were given out, None once its end was.
@@ -90,13 +92,17 @@ class Engine:
         chat: bool = False,
         stream: bool = False,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request. `stream` makes every step give what is new of it; else only its end is given.
 
-        cache_salt: share pages only with requests of the same salt. Raises RequestError, which names the field, for an
+        cache_salt: share pages only with requests of the same salt. priority: class from -10 to 10, the lower the
+        earlier, where the policy is `priority`. Raises RequestError, which names the field, for an
         id in use and for what can never fit.
         """
-        request = self.resolve(request_id, prompt_token_ids, params, prompt=prompt, chat=chat, cache_salt=cache_salt)
+        request = self.resolve(
+            request_id, prompt_token_ids, params, prompt=prompt, chat=chat, cache_salt=cache_salt, priority=priority
+        )
         self.queue(request, stream)
 
     def queue(self, request: Request, stream: bool = False) -> None:
@@ -120,10 +126,16 @@ class Engine:
         prompt: str | None = None,
         chat: bool = False,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Request:
         """The request with every default filled in; checks all that `add` checks but the id, and queues nothing."""
         tokens = self._checked(prompt_token_ids)
         _check_salt(cache_salt)
+        most = policy.PRIORITIES
+        if not isinstance(priority, int) or isinstance(priority, bool) or not -most <= priority <= most:
+            raise RequestError(
+                f"priority must be a whole number from -{most} to {most}, not {priority!r:.80}", "priority"
+            )
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise RequestError(f"params must be SamplingParams, not {params!r:.80}")
         beams = params if isinstance(params, BeamSearchParams) else None
@@ -141,6 +153,7 @@ class Engine:
             eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
             cache_salt=cache_salt,
             beams=beams,
+            priority=priority,
         )
 
     def step(self) -> list[RequestOutput]:
@@ -164,6 +177,7 @@ class Engine:
                 result = self.executor.result()
                 with _uninterrupted():
                     executed = clock()
+                    scheduler.took(executed - scheduled)
                     changed = scheduler.update(result)
                     self._changed += changed
                     metrics.updated(changed)
@@ -256,6 +270,7 @@ class Engine:
             finished=finished,
             num_cached_tokens=family.num_cached or 0,
             num_output_tokens=sum(sequence.num_output for sequence in family.sequences),
+            prompt_logprobs=self._prompt_logprobs(family),
             metrics=self.metrics.request(family),
         )
 
@@ -276,9 +291,18 @@ class Engine:
             score=sequence.score,
         )
 
+    def _prompt_logprobs(self, family: Family) -> list[dict[int, Logprob] | None] | None:
+        if family.request.params.prompt_logprobs is None or family.state is not State.FINISHED:
+            return None
+        tokens = family.request.prompt_token_ids[1 : 1 + len(family.scores)]
+        return [None, *self._entries(tokens, family.scores)]
+
     def _logprobs(self, sequence: Sequence, first: int) -> list[dict[int, Logprob]]:
+        return self._entries(sequence.output_token_ids[first:], sequence.logprobs[first:])
+
+    def _entries(self, tokens: npt.NDArray[np.int32], entries: list[Logprobs]) -> list[dict[int, Logprob]]:
         result = []
-        for token, entry in zip(sequence.output_token_ids[first:].tolist(), sequence.logprobs[first:], strict=True):
+        for token, entry in zip(tokens.tolist(), entries, strict=True):
             row = {token: Logprob(entry.logprob, entry.rank, self._token_text(token))}
             for rank, (top, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
                 row.setdefault(top, Logprob(logprob, rank, self._token_text(top)))

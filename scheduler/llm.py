@@ -25,7 +25,7 @@ from scheduler.beam import BeamSearchParams
 from scheduler.config import EngineConfig, parse_memory
 from scheduler.engine import Engine
 from scheduler.outputs import RequestOutput
-from scheduler.policy import Limits
+from scheduler.policy import ORDERS, VICTIMS, Limits, Rules
 from scheduler.request import Request
 from scheduler.text import Tokenizer
 from worker.checkpoints import peek, resolve
@@ -88,6 +88,11 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
     threads, threads_reason = pick_threads(config.threads)
     page_size = config.page_size or (64 if device == "cuda" else 16)
     backend, reason = pick_backend(config.attention_backend, config.quantization, device)
+    if config.deterministic and backend != "native":
+        raise ConfigError(
+            f"deterministic needs the native kernels, as only their rows keep their bits in any batch, and the backend "
+            f"is {backend} ({reason}): leave deterministic out, or attention_backend and device at auto"
+        )
     weights = 0 if model is None else _weight_bytes(model, dtype, config.quantization, backend == "native")
     memory = cuda_memory() if device == "cuda" else host_memory()
     kv_bytes = pool_bytes(parse_memory(config.kv_memory), memory, weights)
@@ -133,6 +138,17 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
         weight_bytes=weights,
         kv_bytes=kv_bytes,
         **known,
+    )
+
+
+def rules(config: EngineConfig) -> Rules:
+    """How requests are scheduled."""
+    return Rules(
+        config.admission,
+        ORDERS[config.policy],
+        VICTIMS[config.victim],
+        max_step_ms=config.max_step_ms,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
 
 
@@ -200,28 +216,42 @@ class LLM:
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.config.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
+            rules=rules(config),
             seed=config.seed,
         )
         self._ids = itertools.count()
         self._mail: dict[str, list[RequestOutput]] = {}
 
-    def generate(self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | SequenceOf[int] = 0,
+    ) -> list[RequestOutput]:
         """Continue each prompt; the answers in the order of the prompts.
 
-        prompts: one or a list of texts or lists of token ids. sampling_params: one for all, or one for each. Raises
-        RequestError, which names the prompt, before anything runs.
+        prompts: one or a list of texts or lists of token ids. sampling_params: one for all, or one for each. priority:
+        likewise; with the policy `priority` the lower come first, from -10 to 10. Raises RequestError, which names the
+        prompt, before anything runs.
         """
-        return self._in_order(self._requests(prompts, sampling_params, chat=False))
+        return self._in_order(self._requests(prompts, sampling_params, chat=False, priority=priority))
 
     def generate_iter(
-        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: Params = None
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | SequenceOf[int] = 0,
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields each answer as it is finished; its request_id is the number of its prompt."""
-        return self._run(self._requests(prompts, sampling_params, chat=False))
+        return self._run(self._requests(prompts, sampling_params, chat=False, priority=priority))
 
-    def chat(self, messages: SequenceOf[Any], sampling_params: Params = None) -> list[RequestOutput]:
+    def chat(
+        self, messages: SequenceOf[Any], sampling_params: Params = None, *, priority: int | SequenceOf[int] = 0
+    ) -> list[RequestOutput]:
         """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of conversations."""
-        return self._in_order(self._requests(messages, sampling_params, chat=True))
+        return self._in_order(self._requests(messages, sampling_params, chat=True, priority=priority))
 
     def beam_search(self, prompts: Prompt | SequenceOf[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` likeliest continuations that a beam search finds for each prompt, best first.
@@ -269,7 +299,13 @@ class LLM:
         """Let go of the model and its memory."""
         self.engine.close()
 
-    def _requests(self, prompts: Any, sampling_params: Params | BeamSearchParams, chat: bool) -> list[Request]:
+    def _requests(
+        self,
+        prompts: Any,
+        sampling_params: Params | BeamSearchParams,
+        chat: bool,
+        priority: int | SequenceOf[int] = 0,
+    ) -> list[Request]:
         """Every prompt tokenised and checked, before the first is queued."""
         if not isinstance(prompts, (str, Mapping, SequenceOf, np.ndarray)):
             raise RequestError(f"prompts must be a prompt or a list of prompts, not {prompts!r:.80}")
@@ -283,11 +319,18 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(items):
             raise RequestError(f"{len(items)} prompts and {len(params)} sampling_params: give one, or one for each")
+        classes = priority if isinstance(priority, (list, tuple)) else [priority] * len(items)
+        if len(classes) != len(items):
+            raise RequestError(
+                f"{len(items)} prompts and {len(classes)} priorities: give one, or one for each", "priority"
+            )
         wanted = []
-        for i, (item, param) in enumerate(zip(items, params, strict=True)):
+        for i, (item, param, class_) in enumerate(zip(items, params, classes, strict=True)):
             try:
                 text, tokens = self.tokens(item, chat)
-                request = self.engine.resolve("", tokens, param, prompt=text, chat=chat, cache_salt=_salt(item))
+                request = self.engine.resolve(
+                    "", tokens, param, prompt=text, chat=chat, cache_salt=_salt(item), priority=class_
+                )
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}", error.param) from None
             wanted.append(request)

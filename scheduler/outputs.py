@@ -57,6 +57,8 @@ class RequestOutput:
     """The answer to one request, or in a stream the part of it that is new.
 
     outputs holds every continuation, in order of index (beams best first); in a stream those that have something new.
+    prompt_logprobs, where they were asked for, has an entry a prompt token, as CompletionOutput.logprobs; the first
+    is None. In a stream they come with the end.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache at first admission
     num_output_tokens: int = 0  # generated so far in all continuations, in a stream too
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None  # of a request that has ended
 
 
