@@ -17,11 +17,13 @@ from paged.block_table import BlockTable, pages_for
 from paged.errors import (
     CheckpointError,
     ConfigError,
+    EngineClosed,
     InvariantError,
     OutOfPages,
     PagedError,
     PageStateError,
     RequestError,
+    RequestFailed,
     StepError,
 )
 from paged.layout import KVLayout
@@ -32,6 +34,7 @@ from paged.prefix_cache import PrefixCache, namespace
 if TYPE_CHECKING:
     from paged.attention import AttentionMetadata
     from paged.pool import KVPool
+    from scheduler.async_llm import AsyncLLM
     from scheduler.beam import BeamSearchParams
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
@@ -58,6 +61,7 @@ __all__ = [
     "KVPool",
     # the engine
     "LLM",
+    "AsyncLLM",
     "SamplingParams",
     "BeamSearchParams",
     "RequestOutput",
@@ -72,10 +76,12 @@ __all__ = [
     "PagedError",
     "CheckpointError",
     "ConfigError",
+    "EngineClosed",
     "InvariantError",
     "OutOfPages",
     "PageStateError",
     "RequestError",
+    "RequestFailed",
     "StepError",
 ]
 
@@ -83,6 +89,7 @@ _FORWARDED = {
     "AttentionMetadata": "paged.attention",
     "KVPool": "paged.pool",
     "LLM": "scheduler.llm",
+    "AsyncLLM": "scheduler.async_llm",
     "RequestOutput": "scheduler.outputs",
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",
@@ -124,6 +131,6 @@ def _check_siblings() -> None:
 
 for _name in ("BlockAllocator", "BlockTable", "KVCacheManager", "KVLayout", "Mark", "Move", "PrefixCache"):
     globals()[_name].__module__ = __name__
-for _name in (n for n in __all__ if n.endswith(("Error", "Pages"))):
+for _name in (n for n in __all__ if n.endswith(("Error", "Pages", "Failed", "Closed"))):
     globals()[_name].__module__ = __name__
 del _name

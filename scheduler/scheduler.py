@@ -45,7 +45,8 @@ class Scheduler:
         self._forget: list[int] = []  # sequences that the worker is to forget
         self._under_way: Step | None = None
         self._restart = True
-        self.faults: list[Exception] = []  # in the texts of families that were ended for it; for the caller to take
+        # By request, in the texts of families that were ended for it; for the caller to take.
+        self.faults: list[tuple[str, Exception]] = []
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +85,7 @@ class Scheduler:
                 try:
                     self._end(family, sequence, "abort")
                 except Exception as error:  # noqa: BLE001  of a tokenizer, as in update()
-                    self.faults.append(error)
+                    self.faults.append((request_id, error))
                     sequence.text = None
                     self._end(family, sequence, "abort")
             self._finish(family)
@@ -150,7 +151,7 @@ class Scheduler:
                 else:
                     new = False
             except Exception as error:  # noqa: BLE001  whatever a tokenizer raises; Engine.step raises it again
-                self.faults.append(error)
+                self.faults.append((family.request.request_id, error))
                 for other in family.sequences:
                     other.text = None
                 self.abort(family.request.request_id)
@@ -159,16 +160,23 @@ class Scheduler:
                 changed[family] = None
         return list(changed)
 
-    def fail(self) -> None:
-        """A step raised. What it would have computed is given up; every running sequence recomputes."""
+    def fail(self) -> tuple[str, ...]:
+        """A step raised. What it would have computed is given up; every running sequence recomputes.
+
+        Returns the ids of the requests that it was computing.
+        """
         step, self._under_way = self._under_way, None
+        failed = self.live_ids()
         if step is not None:  # else schedule() or update() itself raised: what the worker knows is not known here
             self.manager.confirm_moves(step.moves)
+            families = [self._by_id[row.seq_id][0] for row in step.rows if row.seq_id in self._by_id]
+            failed = [family.request.request_id for family in dict.fromkeys(families)]
         self.manager.confirm_moves(self.manager.take_moves())
         for family in tuple(self.running):
             self._preempt(family)
         self._restart = True
         self._forget.clear()
+        return tuple(failed)
 
     def new_weights(self) -> None:
         """The weights are others from now on: nothing that was computed counts, and running requests recompute."""
