@@ -177,8 +177,8 @@ class Engine:
         outputs = self._ready
         try:
             self._ready = []
-            return outputs
-        except BaseException:  # Ctrl-C just here
+            return outputs  # noqa: TRY300  Ctrl-C may still come here
+        except BaseException:
             self._ready = outputs
             raise
 

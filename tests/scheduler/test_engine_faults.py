@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
-from fakes import FakeExecutor, fake_engine, idle, solo
+from fakes import FailingTokenizer, FakeExecutor, fake_engine, idle, solo
 
 import paged
 from paged import BeamSearchParams, RequestOutput, SamplingParams
@@ -222,24 +222,6 @@ def test_ctrl_c_at_any_line_leaves_everything_sound_and_loses_no_answer() -> Non
         found, _, struck = load(strike_at)
         assert struck
         assert found == expected, f"line event {strike_at}"
-
-
-class FailingTokenizer:
-    """Raises when text is made for the n-th time."""
-
-    special_ids: frozenset[int] = frozenset()
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("no text")
-        return " ".join(map(str, token_ids))
-
-    def decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
-        return self.decode([token_id], skip_special_tokens)
 
 
 @pytest.mark.parametrize("stream", [False, True])
