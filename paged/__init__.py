@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from scheduler.engine import Engine
     from scheduler.llm import LLM
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+    from scheduler.policy import Limits
+    from worker.executor import Executor
     from worker.step import SamplingParams, Step, StepResult
 
 __version__ = "0.1.0"
@@ -70,6 +72,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Limits",
+    "Executor",
     "Step",
     "StepResult",
     # errors
@@ -97,6 +101,8 @@ _FORWARDED = {
     "BeamSearchParams": "scheduler.beam",
     "Engine": "scheduler.engine",
     "EngineConfig": "scheduler.config",
+    "Limits": "scheduler.policy",
+    "Executor": "worker.executor",
     "SamplingParams": "worker.step",
     "Step": "worker.step",
     "StepResult": "worker.step",
