@@ -252,7 +252,7 @@ class _EngineThread:
     def _take_in(self) -> bool:
         """Wait for something to do, and do what others asked for. False when the thread is to end."""
         with self._condition:
-            self._condition.wait_for(lambda: self._inbox or self._closing or self._engine.has_work)
+            self._condition.wait_for(lambda: self._inbox or self._closing or self._doubtful or self._engine.has_work)
             if self._closing:
                 return False
             expected = len(self._inbox)

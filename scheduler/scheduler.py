@@ -311,10 +311,10 @@ class Scheduler:
         """Give a sequence its entry of the result, if it has one. True if it has a new token or has ended."""
         reason: FinishReason | None
         if i is not None:
-            reason = sequence.append(result.token_ids[i])
-            self.stats.output_tokens += 1
             if result.logprobs and (logprobs := result.logprobs[i]) is not None:
-                sequence.logprobs.append(logprobs)
+                sequence.logprobs.append(logprobs)  # before the token, at whose text a tokenizer may raise
+            self.stats.output_tokens += 1
+            reason = sequence.append(result.token_ids[i])
         elif sequence.num_missing == 0:
             reason = "length"  # max_tokens is 0
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from async_fakes import PROMPT, Gated, greedy, is_idle, run, serving, tokens
+from async_fakes import PROMPT, Gated, greedy, run, serving, tokens, until_idle
 from fakes import fake_engine, solo
 
 from paged import AsyncLLM, BeamSearchParams, RequestError, RequestFailed, RequestOutput, SamplingParams
@@ -89,8 +89,12 @@ def test_what_is_refused_is_raised_where_it_is_awaited(prompt: Any, params: Any,
 
 def test_a_slow_consumer_holds_up_nobody_and_gets_more_at_once() -> None:
     async def main() -> None:
-        async with serving(fake_engine(40, 4)[0]) as llm, aclosing(llm.stream(PROMPT, greedy(50, logprobs=2))) as slow:
+        fake = Gated(41, 4)
+        async with serving(fake_engine(40, 4, executor=fake)[0]) as llm:
+            slow = llm.stream(PROMPT, greedy(50, logprobs=2))
+            fake.gate.release()
             first = await anext(slow)
+            fake.open()
             assert tokens(await llm.generate([1, 2], greedy(90))) == solo([1, 2], 90)
             rest = await anext(slow)
             assert rest.finished
@@ -186,10 +190,11 @@ def test_who_leaves_early_aborts_the_request(leave: Any) -> None:
         fake = Gated(201, 4)
         async with serving(fake_engine(200, 4, executor=fake)[0]) as llm:
             await leave(llm, fake)
-            await asyncio.sleep(0)  # what `break` leaves behind is closed by the event loop
+            for _ in range(5):
+                await asyncio.sleep(0)  # what `break` leaves behind is closed by the event loop
             fake.open()
             assert tokens(await llm.generate([1, 2], greedy(4))) == solo([1, 2], 4)
-            assert await llm.call(is_idle)
+            await until_idle(llm)
             assert max(len(step.rows) for step in fake.steps) <= 2
             assert len(fake.steps) < 20
 
@@ -222,8 +227,7 @@ def test_an_event_loop_that_is_gone_takes_its_requests_with_it() -> None:
     fake.open()
 
     async def main() -> None:
-        while not await llm.call(is_idle):
-            await asyncio.sleep(0.001)
+        await until_idle(llm)
         await llm.close()
 
     run(main())
@@ -256,8 +260,10 @@ def test_a_request_that_a_call_aborts_is_told_so() -> None:
         async with serving(fake_engine(400, 4, executor=fake)[0]) as llm:
             task = asyncio.create_task(llm.generate(PROMPT, greedy(900)))
             await fake.reached()
+            call = asyncio.create_task(llm.call(lambda own: own.abort(own.scheduler.live_ids()[0])))
+            await asyncio.sleep(0)
             fake.open()
-            output = await llm.call(lambda own: own.abort(own.scheduler.live_ids()[0]))
+            output = await call
             assert output is not None
             assert output.outputs[0].finish_reason == "abort"
             with pytest.raises(RequestFailed, match="ended by somebody else"):

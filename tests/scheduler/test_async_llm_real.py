@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-from async_fakes import greedy, is_idle, run
+from async_fakes import greedy, run, until_idle
 
 from paged import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
 from worker.checkpoints import Checkpoint
@@ -57,7 +57,7 @@ def test_answers_are_those_of_an_llm(smollm2: Checkpoint) -> None:
             found = await asyncio.gather(*answers), await asyncio.gather(*streams)
             await asyncio.gather(*left, cancelled, return_exceptions=True)
             assert cancelled.cancelled()
-            assert await llm.call(is_idle)
+            await until_idle(llm)
             return found
 
     answers, streams = run(main())
