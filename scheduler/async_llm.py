@@ -275,7 +275,7 @@ class _EngineThread:
             if self._doubtful:  # and all that the engine had to give has been taken
                 self._doubtful = False
                 for request_id in [one for one in self._mailboxes if not engine.is_live(one)]:
-                    self._fail(request_id, "this request was ended by somebody else", None)
+                    self._fail(request_id, "this request was ended by a call, or by the fault of a step before", None)
         self._deliver()
 
     def _end(self, cause: BaseException | None) -> None:

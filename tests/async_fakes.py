@@ -53,6 +53,7 @@ async def serving(engine: Engine) -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM.from_engine(engine) as llm:
         yield llm
         await until_idle(llm)
+        assert not llm._thread._mailboxes
 
 
 class Gated(FakeExecutor):

@@ -266,7 +266,7 @@ def test_a_request_that_a_call_aborts_is_told_so() -> None:
             output = await call
             assert output is not None
             assert output.outputs[0].finish_reason == "abort"
-            with pytest.raises(RequestFailed, match="ended by somebody else"):
+            with pytest.raises(RequestFailed, match="ended by a call"):
                 await task
 
     run(main())
