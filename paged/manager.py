@@ -146,6 +146,33 @@ class KVCacheManager:
         """Tokens that the sequence's tables have room for."""
         return int(self._store.num_pages[self._get(seq_id).row]) * self.page_size
 
+    def rooms(self, seq_ids: SequenceOf[int]) -> npt.NDArray[np.int64]:
+        """`room` of several sequences, int64 [seqs]."""
+        return self._store.num_pages[self._rows(seq_ids)] << self._shift
+
+    def num_held_each(self, seq_ids: SequenceOf[int]) -> npt.NDArray[np.int64]:
+        """Pages that each of several sequences holds in all groups, shared ones too, int64 [seqs]."""
+        rows = self._rows(seq_ids)
+        total, computed = self._store.num_pages[rows], self._store.num_computed[rows]
+        result = total * len(self.windows)
+        for _, window in self._windowed:
+            result = result - (np.maximum(computed - window + 1, 0) >> self._shift)  # as first_page
+        return result
+
+    def num_freed(self, seq_ids: SequenceOf[int]) -> int:
+        """Pages that would be nobody's if these sequences gave theirs back."""
+        pages, held = np.unique(self._store.pages[:, self._rows(seq_ids)], return_counts=True)
+        return sum(
+            self.allocator.ref_count(page) == count
+            for page, count in zip(pages.tolist(), held.tolist(), strict=True)
+            if page
+        )
+
+    def changed(self, seq_ids: SequenceOf[int]) -> list[int]:
+        """Which of several sequences `take_changes` has something for, as places in `seq_ids`."""
+        held = self._held
+        return [i for i, seq_id in enumerate(seq_ids) if held[seq_id].changes]
+
     def num_held(self, seq_ids: SequenceOf[int]) -> int:
         """Pages that sequences hold, each counted once."""
         return int(np.count_nonzero(np.unique(self._store.pages[:, self._rows(seq_ids)])))
@@ -180,17 +207,20 @@ class KVCacheManager:
         spare: int = 0,
         namespace: bytes = DEFAULT,
         label: str | None = None,
+        most_cached: int | None = None,
     ) -> int:
         """Begin a sequence: share its cached prefix, take pages for the `num_new` tokens after it.
 
         tokens: int32 [n], all that is known of the sequence. Pages are taken only as needed, but the call is refused
         unless this sequence could have `room` pages in all, and `spare` pages more were left. label names the owner in
-        reports. Returns the tokens of the cached prefix. Raises OutOfPages, and PageStateError for a known id.
+        reports. Returns the tokens of the cached prefix, at most `most_cached`. Raises OutOfPages, and PageStateError
+        for a known id.
         """
         if seq_id in self._held:
             raise PageStateError(f"sequence {seq_id} has pages already")
         tokens, num_new, room, spare = as_tokens(tokens), _count(num_new), _count(room), _count(spare)
-        chain = self._match(tokens, namespace)
+        # A prompt of one token more has no longer prefix.
+        chain = self._match(tokens if most_cached is None else tokens[: _count(most_cached) + 1], namespace)
         cached = len(chain) * self.page_size
         shared = [
             [page for entry in chain[first_page(cached, window, self.page_size) :] if (page := entry.pages[group])]

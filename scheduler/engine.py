@@ -169,7 +169,7 @@ class Engine:
                             self._ready.append(self._made(family))
         except BaseException:
             with _uninterrupted():
-                self.failed = scheduler.fail()
+                self.failed = tuple(scheduler.fail())
             raise
         if scheduler.faults:
             self.failed = (scheduler.faults[0][0],)
@@ -177,7 +177,7 @@ class Engine:
         outputs = self._ready
         try:
             self._ready = []
-            return outputs  # noqa: TRY300  Ctrl-C may still come here
+            return outputs  # noqa: TRY300  Ctrl-C may come between the two
         except BaseException:
             self._ready = outputs
             raise

@@ -90,6 +90,8 @@ class EngineStats:
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # of those, computed before and lost to a preemption
     preemptions: int = 0
+    draft_tokens: int = 0  # of speculation
+    accepted_tokens: int = 0  # of those
     waste_sum: float = field(default=0.0, repr=False)  # see `waste`
 
     @property

@@ -1,14 +1,19 @@
-"""Pure functions that decide: what is refused, what is admitted, who gives way. They change nothing."""
+"""Pure functions that decide: what is refused, who is admitted, in what order, who gives way. They change nothing."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from paged.block_table import Windows, peak_pages
+import numpy as np
+import numpy.typing as npt
+
+from paged.block_table import Windows, pages_for, peak_pages
 from paged.errors import RequestError
-from scheduler.request import Family
+from paged.manager import KVCacheManager
+from scheduler.request import Family, Request
 
 COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default
 
@@ -33,6 +38,16 @@ class Limits:
         alone = peak_pages(num_tokens, self.page_size, self.windows, self.max_num_batched_tokens)
         shared = max(num_prompt - 1, 0) // self.page_size * self.windows.count(None)
         return alone + (num_sequences - 1) * (alone - shared)
+
+    def pages_each(self, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`pages` of single sequences of these lengths, int64 [...]."""
+        total = -(-num_tokens // self.page_size)
+        result = total * self.windows.count(None)
+        for window in self.windows:
+            if window is not None:
+                most = 1 + pages_for(window - 2 + self.max_num_batched_tokens, self.page_size)
+                result = result + np.minimum(total, most)
+        return result
 
     def longest(self, num_prompt: int = 0, num_sequences: int = 1) -> int:
         """Most tokens, the last sampled one included, that each of so many sequences can come to."""
@@ -108,6 +123,132 @@ def room_wanted(family: Family, limits: Limits) -> int:
     return limits.pages(min(known, request.peak_tokens), len(request.prompt_token_ids), family.seats)
 
 
-def victim(running: Iterable[Family]) -> Family:
-    """Who gives its pages back when they run out: the one that arrived last, so the first always gets on."""
-    return max(running)
+PATIENCE = 256  # steps
+PRIORITIES = 10  # classes on each side of 0
+MOST_SCORED = 128  # known tokens whose logits a step computes: of a large vocabulary they are 128 MiB
+
+Order = Callable[[Family, Limits], float]
+Victim = Callable[[SequenceOf["Candidate"]], Family]
+
+
+def first_come(family: Family, limits: Limits) -> float:
+    """In order of arrival."""
+    return 0.0
+
+
+def by_priority(family: Family, limits: Limits) -> float:
+    """Lower classes first; a class more weighs as much as a tenth of half the patience."""
+    return (family.request.priority + PRIORITIES) / (2 * PRIORITIES)
+
+
+def shortest(family: Family, limits: Limits) -> float:
+    """The one that needs fewest steps first, as far as max_tokens tells."""
+    request = family.request
+    steps = request.max_tokens + len(request.prompt_token_ids) / limits.max_num_batched_tokens
+    return min(steps / PATIENCE, 1.0)
+
+
+def longest_prefix(family: Family, limits: Limits) -> float:
+    """The one first of which the greatest share is cached."""
+    return 1.0 - family.cached_guess / len(family.common)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A running family that may give way."""
+
+    family: Family
+    manager: KVCacheManager
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that it would have to compute again if nothing of it stayed cached."""
+        return sum(sequence.num_computed for sequence in self.family.live)
+
+    @property
+    def num_freed(self) -> int:
+        """Pages that nobody else holds."""
+        return self.manager.num_freed([sequence.seq_id for sequence in self.family.live])
+
+
+def youngest(candidates: SequenceOf[Candidate]) -> Family:
+    """The one that arrived last."""
+    return max(candidates, key=lambda one: one.family.number).family
+
+
+def cheapest(candidates: SequenceOf[Candidate]) -> Family:
+    """The one with the fewest tokens to compute again; of equals the youngest."""
+    return min(candidates, key=lambda one: (one.num_computed, -one.family.number)).family
+
+
+def largest(candidates: SequenceOf[Candidate]) -> Family:
+    """The one whose end frees most pages; of equals the youngest."""
+    return max(candidates, key=lambda one: (one.num_freed, one.family.number)).family
+
+
+ADMISSIONS = ("optimistic", "guaranteed")
+ORDERS: dict[str, Order] = {
+    "fcfs": first_come,
+    "priority": by_priority,
+    "longest_prefix": longest_prefix,
+    "shortest": shortest,
+}
+VICTIMS: dict[str, Victim] = {"youngest": youngest, "cheapest": cheapest, "largest": largest}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Who is admitted, in what order, and who gives way. Own functions may stand in place of those of ORDERS, VICTIMS.
+
+    admission: optimistic (what is known and a page of growth must fit beside those running) or guaranteed (so must the
+        most that all will hold at once: `running_peak`).
+    order: of a waiting family, from 0 to 1, the share of the patience by which later ones may come before it.
+    victim: of those that may give way, the one that does.
+    patience: steps after which a family is overdue: it comes before all that arrived later, nobody passes it, and it
+        gives way only to the senior and to older ones.
+    max_step_ms: milliseconds that a step with decoding sequences should take; chunks of prompts adapt. None: no limit.
+    num_speculative_tokens: most drafts a sequence brings to a step; 0 switches speculation off.
+    """
+
+    admission: str = "optimistic"
+    order: Order = first_come
+    victim: Victim = youngest
+    patience: int = PATIENCE
+    max_step_ms: float | None = None
+    num_speculative_tokens: int = 0
+
+
+def least_chunk(limits: Limits) -> int:
+    """Tokens that a step always has for prompts, if there are any to compute: a quarter of the budget."""
+    return max(1, limits.max_num_batched_tokens // 4)
+
+
+def steps_alone(request: Request, limits: Limits) -> int:
+    """Most steps from when a request is the senior to its end: its chunks, and one for each token."""
+    chunk = least_chunk(limits) if request.params.prompt_logprobs is None else min(least_chunk(limits), MOST_SCORED)
+    return -(-request.peak_tokens // chunk) + request.max_tokens
+
+
+def running_peak(
+    known: npt.NDArray[np.int64],
+    peak: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    pages: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+    growth: int = 1,
+) -> int:
+    """Most pages that requests hold at once if all of them run to their ends, and nobody else comes.
+
+    known, peak: int64 [n], tokens of each now and at its end. ends: int64 [n], steps after which each has ended at the
+    latest. growth: tokens by which one grows in a step, at most. pages: of lengths int64 [..., n] the pages.
+
+        max over i of  sum of pages(min(known[j] + growth * ends[i], peak[j]))  over all j with ends[j] >= ends[i]
+
+    What is held grows until somebody ends, so its maximum lies at an end; whoever ends before that holds nothing.
+    Sorted by remaining output this is the running maximum that Gong et al. compute for their Past-Future scheduler
+    (arXiv 2507.10150), here in pages, and with ends that are only known to lie before some step. What requests share
+    counts for each of them.
+    """
+    if not len(ends):
+        return 0
+    lengths = np.minimum(known + growth * ends[:, None], peak)
+    return int((pages(lengths) * (ends >= ends[:, None])).sum(axis=1).max())

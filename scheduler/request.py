@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from scheduler.beam import Beams, BeamSearchParams
 from scheduler.outputs import FinishReason
-from worker.step import Logprobs, SamplingParams
+from worker.step import Logprobs, Row, SamplingParams
 
 
 class State(Enum):
@@ -49,6 +49,10 @@ class TextSink(Protocol):
     def stop_reason(self) -> str | None:
         """The stop string that was found."""
 
+    @property
+    def eager(self) -> bool:
+        """Whether it wants tokens as they come; else all at the end will do."""
+
     def push(self, token_id: int) -> bool:
         """Take a token; True when a stop string is complete."""
 
@@ -69,6 +73,7 @@ class Request:
     eos_token_ids: frozenset[int]  # the model's own; empty with ignore_eos
     cache_salt: str | None = None  # pages are shared only with requests of the same salt
     beams: BeamSearchParams | None = None
+    priority: int = 0  # class, the lower the earlier
 
     @property
     def peak_tokens(self) -> int:
@@ -84,18 +89,51 @@ class Request:
 class Sequence:
     """One continuation of a request. num_computed counts the tokens whose K and V are in pages."""
 
+    __slots__ = (
+        "buffer",
+        "cumulative_logprob",
+        "draft_len",
+        "drafts",
+        "end_at",
+        "finish_reason",
+        "hides_last",
+        "index",
+        "known_to_worker",
+        "logprobs",
+        "most_computed",
+        "num_computed",
+        "num_prompt",
+        "num_pushed",
+        "num_tokens",
+        "replaced",
+        "request",
+        "row",
+        "score",
+        "seq_id",
+        "stop_reason",
+        "stops",
+        "text",
+    )
+
     def __init__(self, seq_id: int, request: Request, text: TextSink | None, index: int = 0) -> None:
         self.seq_id = seq_id
         self.request = request
         self.text = text
         self.index = index
         self.num_prompt = self.num_tokens = len(request.prompt_token_ids)
-        self._tokens = np.empty(self.num_prompt + request.max_tokens, dtype=np.int32)
-        self._tokens[: self.num_prompt] = request.prompt_token_ids
+        self.end_at = self.num_prompt + request.max_tokens  # tokens
+        self.buffer = np.empty(self.end_at, dtype=np.int32)  # tokens, and room for those to come
+        self.buffer[: self.num_prompt] = request.prompt_token_ids
+        self.stops = request.eos_token_ids.union(request.params.stop_token_ids or ())
         self.num_computed = 0
         self.most_computed = 0  # before any preemption
+        self.num_pushed = 0  # generated tokens that the text has
+        self.hides_last = False  # the last token ended it, and is no text
         self.known_to_worker = False
         self.replaced = False  # the last token is not the one that the worker sampled
+        self.row = Row(seq_id, 1)  # of a step in which it only computes its last token and samples the next
+        self.drafts: tuple[int, ...] = ()  # of the row that is being planned
+        self.draft_len = 1  # most drafts of its next row
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob: float | None = None  # of a finished beam, and its score
         self.score: float | None = None
@@ -108,11 +146,11 @@ class Sequence:
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and generated tokens, int32 [num_tokens]."""
-        return self._tokens[: self.num_tokens]
+        return self.buffer[: self.num_tokens]
 
     @property
     def output_token_ids(self) -> npt.NDArray[np.int32]:
-        return self._tokens[self.num_prompt : self.num_tokens]
+        return self.buffer[self.num_prompt : self.num_tokens]
 
     @property
     def num_output(self) -> int:
@@ -123,25 +161,45 @@ class Sequence:
         """Tokens that are known but not computed."""
         return self.num_tokens - self.num_computed
 
+    @property
+    def plain(self) -> bool:
+        """Whether a sampled token needs no more than to be put behind the others, until the last one."""
+        return self.request.params.logprobs is None and (self.text is None or not self.text.eager)
+
     def append(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token. The one place where the end of a sequence is detected."""
-        self.extend((token_id,))
-        params = self.request.params
-        by_id = token_id in (params.stop_token_ids or ())
-        if by_id or token_id in self.request.eos_token_ids:
-            self.stop_reason = token_id if by_id else None
-            if self.text is not None and params.include_stop_str_in_output:
-                self.text.push(token_id)
+        """Take a sampled token. Returns why it ends the sequence, if it does."""
+        self.buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+        return self.ending(token_id)
+
+    def ending(self, token_id: int) -> FinishReason | None:
+        """The one place where the end of a sequence is detected: `token_id` is its last token."""
+        if token_id in self.stops:
+            params = self.request.params
+            self.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
+            self.hides_last = not params.include_stop_str_in_output
             return "stop"
-        if self.text is not None and self.text.push(token_id):
+        if self.text is not None and self.text.eager and self.push_text():
             self.stop_reason = self.text.stop_reason
             return "stop"
-        return "length" if self.num_output == self.request.max_tokens else None
+        return "length" if self.num_tokens == self.end_at else None
+
+    def push_text(self) -> bool:
+        """Give the text the tokens that it has not. True when a stop string is complete."""
+        assert self.text is not None
+        first, self.num_pushed = self.num_pushed, self.num_output - self.hides_last
+        return any(self.text.push(token) for token in self.output_token_ids[first : self.num_pushed].tolist())
+
+    def finish_text(self) -> None:
+        """No more tokens: let the text show all there is."""
+        if self.text is not None:
+            self.push_text()
+            self.text.finish()
 
     def extend(self, token_ids: SequenceOf[int] | npt.NDArray[np.int32]) -> None:
         """Take tokens as they are."""
         end = self.num_tokens + len(token_ids)
-        self._tokens[self.num_tokens : end] = token_ids
+        self.buffer[self.num_tokens : end] = token_ids
         self.num_tokens = end
 
     def branch(self, seq_id: int) -> Sequence:
@@ -173,6 +231,16 @@ class Family:
         self.state = State.WAITING
         self.forked = False  # every live sequence has pages
         self.num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
+        # For the scheduler, which sets them:
+        self.arrived = 0  # in which step
+        self.key = (0.0, number)  # by which it is ordered
+        self.seated = 0  # seats that it has while it runs
+        self.steady = False  # its only sequence has a plain token to compute in every step from now on
+        # When it was tried last: pages that it lacked, pages that there were, and in which step.
+        self.shortage: tuple[int, int, int] | None = None
+        self.cached_guess = 0  # tokens of it that were cached when somebody looked last
+        self.looked_at = -1  # in which step that was
+        self.scores: list[Logprobs] = []  # of prompt tokens, from the second on
 
     def __repr__(self) -> str:
         return f"Family({self.request.request_id!r}, {self.state.value}, {self.sequences})"
@@ -189,6 +257,22 @@ class Family:
     def seats(self) -> int:
         """Most sequences that it may still have at once: a beam search that has one may soon have all."""
         return self.request.num_sequences if self.search else len(self.live)
+
+    @property
+    def tokens_left(self) -> int:
+        """Steps that it decodes at most, from when all its known tokens are computed."""
+        return max(self.request.max_tokens - min(sequence.num_output for sequence in self.live), 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every live sequence has one token to compute."""
+        return (self.forked or len(self.live) == 1) and all(sequence.num_missing == 1 for sequence in self.live)
+
+    @property
+    def scored(self) -> int:
+        """Tokens from the beginning whose log-probability nobody wants to know any more."""
+        wanted = self.request.params.prompt_logprobs is not None
+        return 1 + len(self.scores) if wanted else len(self.request.prompt_token_ids)
 
     @property
     def common(self) -> npt.NDArray[np.int32]:

@@ -1,43 +1,74 @@
-"""Scheduler: which sequences run in a step, and what becomes of them. Continuous batching, first come, first served.
+"""Scheduler: which sequences run in a step, and what becomes of them. Continuous batching.
 
-Every step has one budget of tokens. Running families (the sequences of one request) take from it in order of arrival,
-one token to decode or a chunk of what they still miss; what is left goes to waiting ones, in order of arrival, as far
-as pages reach. When pages run out, the running family that arrived last gives its own back and waits again, in its old
-place; it keeps its tokens and computes K and V anew. So the oldest always gets on, and as what can never fit was
-refused, every request ends.
+Every step has one budget of tokens. Families (the sequences of one request) that decode take a token a sequence; what
+is left goes to chunks of prompts, and then to waiting families, in the order of the rules, as far as pages reach. One
+that does not fit is passed by others, until it is overdue. When pages run out, somebody gives its own back and waits
+again, in its old place; it keeps its tokens and computes K and V anew.
+
+One running family is the senior: the one that arrived first, when there was none. It stays that until its end, never
+gives way, and every step has a token for it; so every request ends (docs/scheduling.md has the bound, and why).
 
 A request whose next page an older one is just computing waits until that is done, and then hits. As that one takes all
 that is left of the budget, nobody behind loses by it.
 
-It never sees a tensor or text. Families are numbered in order of arrival.
+It never sees a tensor, text or a clock. Families are numbered in order of arrival.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from paged.errors import InvariantError, OutOfPages, RequestError
 from paged.manager import KVCacheManager
 from paged.prefix_cache import namespace
-from scheduler import policy
+from scheduler import drafts, policy
 from scheduler.beam import Beams
+from scheduler.chunks import ChunkLimit
 from scheduler.outputs import EngineStats, FinishReason
 from scheduler.request import Family, Request, Sequence, State, TextSink
+from scheduler.waiting import WaitingQueue
 from worker.step import Logprobs, Reset, Row, Step, StepResult
+
+_TRIED = 8  # families that are tried in a step after one that did not fit
+_LOOKED_AT = 64  # families that are looked at: whose turn it is to be tried, and whose prefix may be the longest
+_key = attrgetter("key")
+
+Planned = dict[Family, list[tuple[Sequence, int]]]  # of each family that runs: who computes how many tokens
+
+
+class _Lane:
+    """The steady families: single sequences that add one plain token a step. Handled as arrays, as they are many."""
+
+    def __init__(self, families: list[Family]) -> None:
+        self.families = families
+        self.sequences = [family.sequences[0] for family in families]
+        self.ids = [sequence.seq_id for sequence in self.sequences]
+        self.buffers = [sequence.buffer for sequence in self.sequences]
+        self.rows = [sequence.row for sequence in self.sequences]
+        # Tokens that are computed after the step, int64 [families].
+        self.lengths = np.fromiter((sequence.num_tokens for sequence in self.sequences), np.int64, len(families))
 
 
 class Scheduler:
     """Requests go in by `add`; `schedule` and `update` alternate, one step under way at most."""
 
-    def __init__(self, manager: KVCacheManager, limits: policy.Limits) -> None:
+    def __init__(self, manager: KVCacheManager, limits: policy.Limits, rules: policy.Rules | None = None) -> None:
         self.manager = manager
         self.limits = limits
+        self.rules = rules = rules or policy.Rules()
         self.stats = EngineStats(total_pages=manager.num_usable)
-        self.running: list[Family] = []  # in order of arrival
-        self._waiting: list[Family] = []  # a heap by arrival; may still hold finished ones
+        self.running: list[Family] = []  # by key
+        self.admitted: list[Family] = []  # by the last schedule(); those that came back too
+        self.senior: Family | None = None
+        self._waiting = WaitingQueue()
         self._live: dict[str, Family] = {}
         self._by_id: dict[int, tuple[Family, Sequence]] = {}
+        self._seats = 0  # of running families
         self._next_seq_id = 0
         self._next_family = 0
         self._next_number = 0
@@ -45,6 +76,12 @@ class Scheduler:
         self._forget: list[int] = []  # sequences that the worker is to forget
         self._under_way: Step | None = None
         self._restart = True
+        self._lane: _Lane | None = None  # None: the steady families are others than before
+        self._lane_under_way: _Lane | None = None
+        least = policy.least_chunk(limits)
+        self.chunk_limit = None if rules.max_step_ms is None else ChunkLimit(rules.max_step_ms / 1000, least)
+        self._scores_left = 0  # tokens that may still be scored in the step that is being planned
+        self._mix = (0, 0)  # tokens of the step under way: decoded, of prompts
         # By request, in the texts of families that were ended for it; for the caller to take.
         self.faults: list[tuple[str, Exception]] = []
 
@@ -72,8 +109,10 @@ class Scheduler:
             sequence = Sequence(self._new_id(), request, text() if text else None, index)
             family.sequences.append(sequence)
             self._by_id[sequence.seq_id] = family, sequence
+        family.arrived = self._next_number
+        family.key = (self._rank(family), family.number)
         self._live[request.request_id] = family
-        heapq.heappush(self._waiting, family)
+        self._waiting.add(family)
         self.stats.waiting += 1
         return family
 
@@ -94,22 +133,18 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step; None if there is nothing to do."""
         assert self._under_way is None, "update() of the last step is due"
-        rows: list[Row] = []
-        budget = self.limits.max_num_batched_tokens
+        self.admitted = []
+        if self.senior is None and self.running:
+            self.senior = min(self.running)
         preemptions = self.stats.preemptions
-        for family in tuple(self.running):
-            if budget == 0:
-                break
-            if family.state is State.RUNNING:
-                new = self._continue(family, budget)
-                rows += new
-                budget -= sum(row.num_tokens for row in new)
-        while budget > 0 and self.stats.preemptions == preemptions:
-            admitted = self._admit(budget)
-            if admitted is None:
-                break
-            rows += admitted
-            budget -= sum(row.num_tokens for row in admitted)
+        self._scores_left = policy.MOST_SCORED
+        planned: Planned = {}
+        lane, left, num_decodes = self._plan_running(planned)
+        if self.stats.preemptions == preemptions:
+            self._admit(planned, lane, left)
+        rows = self._lane_rows(lane) if lane else []
+        for family, shares in planned.items():
+            rows += [self._row(family, sequence, num_tokens) for sequence, num_tokens in shares]
         if not rows:
             assert not self._live, "requests wait, and none can run"
             return None
@@ -117,12 +152,13 @@ class Scheduler:
         self._next_number += 1
         self._forget.clear()
         self._restart = False
-        self._under_way = step
+        self._under_way, self._lane_under_way = step, lane
+        self._mix = num_decodes, step.num_tokens - num_decodes if self.chunk_limit else 0
         self.stats.num_steps += 1
         self.stats.max_running = max(self.stats.max_running, len(rows))
         self.stats.used_pages = self.manager.num_used
         self.stats.peak_pages = max(self.stats.peak_pages, self.stats.used_pages)
-        self.stats.waste_sum += self._waste()
+        self.stats.waste_sum += self._waste(lane)
         return step
 
     def update(self, result: StepResult) -> list[Family]:
@@ -132,51 +168,61 @@ class Scheduler:
         raised is put in `faults`.
         """
         step, self._under_way = self._under_way, None
+        lane, self._lane_under_way = self._lane_under_way, None
         assert step is not None, "no step is under way"
         assert step.number == result.number, f"result {result.number} came for step {step.number}"
         self.manager.confirm_moves(step.moves)
-        sampled = {seq_id: i for i, seq_id in enumerate(result.seq_ids)}
         changed: dict[Family, None] = {}
-        for row in step.rows:
+        count = 0
+        if lane is not None:
+            count = len(lane.ids)
+            self._update_lane(lane, result.token_ids[:count], changed)
+        sampled = _places(result, count)
+        scores = dict(result.scores)
+        for row in step.rows[count:]:
             family, sequence = self._by_id.get(row.seq_id, (None, None))
             if family is None or sequence is None:
                 continue  # aborted while the step was under way
-            self._computed(family, sequence, row.num_tokens)
+            self._computed(family, sequence, row.num_tokens - len(row.drafts))
+            family.scores += scores.get(row.seq_id, ())
             try:
                 if family.search is None:
-                    new = self._take(family, sequence, result, sampled.get(row.seq_id))
+                    new = self._take(family, sequence, row, result, sampled.get(row.seq_id))
                 elif row.samples and sequence is family.sequences[-1]:  # the beams' last row
-                    self._search(family, [result.logprobs[sampled[beam.seq_id]] for beam in family.sequences])
+                    self._search(family, [result.logprobs[sampled[beam.seq_id].start] for beam in family.sequences])
                     new = family.state is State.FINISHED
                 else:
                     new = False
             except Exception as error:  # noqa: BLE001  whatever a tokenizer raises; Engine.step raises it again
-                self.faults.append((family.request.request_id, error))
-                for other in family.sequences:
-                    other.text = None
-                self.abort(family.request.request_id)
+                self._fault(family, error)
                 new = True
             if new:
                 changed[family] = None
+                if self._is_steady(family):
+                    family.steady, self._lane = True, None
         return list(changed)
 
-    def fail(self) -> tuple[str, ...]:
+    def took(self, seconds: float) -> None:
+        """How long the step under way took to execute: chunks adapt to it."""
+        if self.chunk_limit is not None:
+            self.chunk_limit.observe(seconds, *self._mix)
+
+    def fail(self) -> list[str]:
         """A step raised. What it would have computed is given up; every running sequence recomputes.
 
-        Returns the ids of the requests that it was computing.
+        Returns the ids of the requests that it had rows of.
         """
         step, self._under_way = self._under_way, None
-        failed = self.live_ids()
+        self._lane = self._lane_under_way = None
         if step is not None:  # else schedule() or update() itself raised: what the worker knows is not known here
             self.manager.confirm_moves(step.moves)
-            families = [self._by_id[row.seq_id][0] for row in step.rows if row.seq_id in self._by_id]
-            failed = [family.request.request_id for family in dict.fromkeys(families)]
         self.manager.confirm_moves(self.manager.take_moves())
         for family in tuple(self.running):
             self._preempt(family)
         self._restart = True
         self._forget.clear()
-        return tuple(failed)
+        owners = [self._by_id[row.seq_id][0] for row in (step.rows if step else ()) if row.seq_id in self._by_id]
+        return list(dict.fromkeys(family.request.request_id for family in owners))
 
     def new_weights(self) -> None:
         """The weights are others from now on: nothing that was computed counts, and running requests recompute."""
@@ -198,7 +244,15 @@ class Scheduler:
         if holders != running or len(self.manager) != len(running):
             raise InvariantError(f"P1: sequences {holders} of {len(self.manager)} hold pages, {running} run")
         assert all(family.state is State.RUNNING for family in self.running)
-        assert self.running == sorted(self.running)
+        assert self.running == sorted(self.running, key=_key)
+        assert len(self.running) + len(self._waiting) == len(self._live)
+        assert self._seats == sum(family.seated for family in self.running) <= self.limits.max_num_seqs
+        assert all(family.seated == family.seats for family in self.running)
+        if self.senior is not None:
+            assert self.is_live(self.senior.request.request_id)
+        if self._lane is not None and self._under_way is None:
+            assert self._lane.families == [family for family in self.running if family.steady]
+            assert self._lane.lengths.tolist() == [sequence.num_tokens for sequence in self._lane.sequences]
 
     def _new_id(self) -> int:
         self._next_seq_id += 1
@@ -208,8 +262,59 @@ class Scheduler:
         """Those of a running family that have pages."""
         return family.live if family.forked else family.live[:1]
 
-    def _continue(self, family: Family, budget: int) -> list[Row]:
-        """The rows of a running family; none if its turn has not come, or it had to give way itself."""
+    def _is_overdue(self, family: Family) -> bool:
+        return self._next_number - family.arrived >= self.rules.patience
+
+    # What runs in a step
+
+    def _plan_running(self, planned: Planned) -> tuple[_Lane | None, int, int]:
+        """Make room for what running families compute: in the lane, or in `planned`.
+
+        Returns the lane, the tokens that are left for prompts, and how many are decoded.
+        """
+        budget, senior, preemptions = self.limits.max_num_batched_tokens, self.senior, self.stats.preemptions
+        if self._lane is None:
+            self._lane = _Lane([family for family in self.running if family.steady])
+        lane = self._lane
+        others = [family for family in self.running if not family.steady]
+        others.sort(key=lambda family: family is not senior)
+        for family in others:
+            self._fork(family)
+        decoding = [family for family in others if family.decodes]
+        chunks = [family for family in others if not family.decodes]
+        room = budget - (policy.least_chunk(self.limits) if chunks else 0)
+        used = 0
+        if decoding and decoding[0] is senior:
+            room = max(room, len(senior.live))
+            used += self._plan(senior, room, planned)
+        if senior is not None and senior.steady:
+            room = max(room, 1)
+        if len(lane.ids) > room - used:
+            first = sorted(lane.families, key=lambda family: family is not senior)
+            lane = _Lane(first[: room - used])
+        while lane.ids:
+            try:
+                self.manager.extend_all(lane.ids, lane.lengths)
+                break
+            except OutOfPages:
+                self._give_way(planned)
+                lane = _Lane([family for family in lane.families if family.steady])
+        used += len(lane.ids)
+        for family in decoding:
+            if family.state is State.RUNNING and family not in planned:
+                used += self._plan(family, room - used, planned)
+        left = budget - used
+        if self.chunk_limit is not None and used:
+            left = min(left, self.chunk_limit.tokens())
+        for family in chunks:
+            if family.state is State.RUNNING:
+                left -= self._plan(family, left, planned)
+        if self.stats.preemptions > preemptions:
+            lane = _Lane([family for family in lane.families if family.steady])
+        return (lane if lane.ids else None), left, used
+
+    def _fork(self, family: Family) -> None:
+        """Where only the prompt's last token is missing, every live sequence has pages from now on."""
         first, *others = family.live
         if not family.forked and first.num_computed == first.num_prompt - 1:
             for other in others:
@@ -217,55 +322,144 @@ class Scheduler:
                 other.num_computed = first.num_computed
                 other.most_computed = max(other.most_computed, other.num_computed)
             family.forked = True
-        shares = family.shares(budget)
+
+    def _plan(self, family: Family, room: int, planned: Planned) -> int:
+        """Make room for a family's rows of at most `room` tokens. Returns how many they have, which may be none."""
+        if scoring := family.scored < len(family.request.prompt_token_ids):
+            room = min(room, self._scores_left)
+        shares = family.shares(room) if room > 0 else []
+        if self.rules.num_speculative_tokens and family.search is None and family.decodes:
+            shares = self._with_drafts(shares, room)
+        if not shares:
+            return 0
         while True:
             try:
                 for sequence, num_tokens in shares:
                     self.manager.extend(sequence.seq_id, sequence.num_computed + num_tokens)
                 break
             except OutOfPages:
-                gives_way = policy.victim(self.running)
-                self._preempt(gives_way)
-                if gives_way is family:
-                    return []
-        return [self._row(sequence, num_tokens) for sequence, num_tokens in shares]
+                if any(sequence.drafts for sequence, _ in shares):
+                    shares = [(sequence, num_tokens - len(sequence.drafts)) for sequence, num_tokens in shares]
+                    for sequence, _ in shares:
+                        sequence.drafts = ()
+                elif self._give_way(planned) is family:
+                    return 0
+        planned[family] = shares
+        total = sum(num_tokens for _, num_tokens in shares)
+        self._scores_left -= total * scoring
+        return total
 
-    def _admit(self, budget: int) -> list[Row] | None:
-        """Rows for the family that has waited longest; None if there is none, or its time has not come."""
-        while self._waiting and self._waiting[0].state is State.FINISHED:
-            heapq.heappop(self._waiting)
-        if not self._waiting:
-            return None
-        family = self._waiting[0]
-        seats = sum(other.seats for other in self.running)
-        if seats + family.seats > self.limits.max_num_seqs or self._waits_for_older(family):
-            return None
+    def _with_drafts(self, shares: list[tuple[Sequence, int]], room: int) -> list[tuple[Sequence, int]]:
+        """The same with drafts, as far as there is room: for a sequence's own length, and in the step."""
+        result, left = [], room - sum(num_tokens for _, num_tokens in shares)
+        for sequence, num_tokens in shares:
+            most = min(sequence.draft_len, left, sequence.end_at - sequence.num_tokens - 1)
+            sequence.drafts = tuple(drafts.propose(sequence.tokens, most)) if most > 0 else ()
+            left -= len(sequence.drafts)
+            result.append((sequence, num_tokens + len(sequence.drafts)))
+        return result
+
+    def _give_way(self, planned: Planned) -> Family:
+        """Pages have run out: somebody gives its own back. Never the senior; whoever is overdue only for older ones."""
+        others = [family for family in self.running if family is not self.senior]
+        assert others, "the senior does not fit by itself"
+        young = [policy.Candidate(family, self.manager) for family in others if not self._is_overdue(family)]
+        loser = self.rules.victim(young) if young else max(others)
+        self._preempt(loser)
+        planned.pop(loser, None)
+        return loser
+
+    # Who is admitted
+
+    def _admit(self, planned: Planned, lane: _Lane | None, left: int) -> None:
+        """Let in waiting families, in their order, as far as they fit; `left` tokens may be computed of them."""
+        tried, spare = 0, None
+        for family, nobody_passes in self._queue():
+            if left <= 0 or self._seats >= self.limits.max_num_seqs:
+                return
+            if spare is None and self.rules.admission == "optimistic":
+                spare = self._spare(lane)
+            if self._lacks(family, spare) or not self._enter(family, left, spare or 0):
+                if nobody_passes or (tried := tried + 1) == _TRIED:
+                    return
+                continue
+            if spare is not None:
+                spare += self._wanted(family)
+            self._fork(family)
+            left -= self._plan(family, left, planned)
+
+    def _queue(self) -> Iterator[tuple[Family, bool]]:
+        """Waiting families in the order in which they are tried, and whether nobody may pass them.
+
+        Whoever takes one of those must let it in, or stop.
+        """
+        waiting = self._waiting
+        if self.senior is not None and self.senior.state is not State.RUNNING:  # a step has failed
+            yield self.senior, True
+        while len(waiting) and self._is_overdue(waiting.oldest):
+            yield waiting.oldest, True
+        ahead = waiting.first(_LOOKED_AT)
+        if self.rules.order is policy.longest_prefix:
+            for family in sorted(ahead, key=lambda family: family.looked_at)[:_TRIED]:
+                family.looked_at = self._next_number
+                family.cached_guess = self.manager.match(
+                    family.common[: family.scored], self.namespace(family.request.cache_salt)
+                )
+            ahead.sort(key=self._rank)
+        for family in ahead:
+            yield family, False
+
+    def _rank(self, family: Family) -> float:
+        """The step at whose arrivals it takes its place."""
+        return family.arrived + self.rules.patience * self.rules.order(family, self.limits)
+
+    def _lacks(self, family: Family, spare: int | None) -> bool:
+        """Whether it was tried lately, and as many pages as it lacked then have not come free since."""
+        if family.shortage is None or spare is None:
+            return False
+        lacked, available, number = family.shortage
+        return self.manager.num_available - spare - available < lacked and self._next_number - number < _TRIED
+
+    def _enter(self, family: Family, left: int, spare: int) -> bool:
+        """Let a waiting family run, if it fits."""
         first, request = family.live[0], family.request
+        if self._seats + family.seats > self.limits.max_num_seqs or self._waits_for_older(family):
+            return False
+        optimistic = self.rules.admission == "optimistic"
+        if not optimistic and self._peak_with(family) > self.manager.num_usable:
+            return False
+        scored = family.scored
         try:
             cached = self.manager.allocate(
                 first.seq_id,
                 family.common,
-                budget,
-                room=policy.room_wanted(family, self.limits),
-                spare=sum(self._wanted(other) for other in self.running),
+                min(left, self._scores_left) if scored < first.num_prompt else left,
+                room=policy.room_wanted(family, self.limits) if optimistic else 0,
+                spare=spare,
                 namespace=self.namespace(request.cache_salt),
                 label=request.request_id,
+                most_cached=scored - 1 if scored < first.num_prompt else None,
             )
-        except OutOfPages:
-            return None
-        heapq.heappop(self._waiting)
+        except OutOfPages as error:
+            family.shortage = error.wanted - error.available, self.manager.num_available - spare, self._next_number
+            return False
+        self._waiting.remove(family)
         family.move_to(State.RUNNING)
         family.forked = len(family.live) == 1
         first.num_computed = cached
-        self.running.append(family)
-        self.running.sort()  # a preempted one comes back before those that arrived after it
+        insort(self.running, family, key=_key)  # a preempted one comes back before those that arrived after it
+        self.admitted.append(family)
+        family.seated = family.seats
+        self._seats += family.seated
         self.stats.waiting -= 1
         self.stats.running += 1
+        if self.senior is None and len(self.running) == 1:
+            self.senior = family
         if family.num_cached is None:
             family.num_cached = cached
             self.stats.prompt_tokens += first.num_prompt
             self.stats.cached_tokens += cached
-        return self._continue(family, budget)
+        return True
 
     def _waits_for_older(self, family: Family) -> bool:
         """Whether a family that arrived before is just computing a page of this one's prompt."""
@@ -277,14 +471,57 @@ class Scheduler:
         held = self.manager.num_held([sequence.seq_id for sequence in self._holders(family)])
         return max(0, policy.room_wanted(family, self.limits) - held)
 
-    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
-        family, _ = self._by_id[sequence.seq_id]
-        samples = num_tokens == sequence.num_missing and sequence.request.max_tokens > 0
+    def _spare(self, lane: _Lane | None) -> int:
+        """Pages that running families are still to take."""
+        others = self.running
+        result = 0
+        if lane is not None and len(lane.families) == sum(family.steady for family in self.running):
+            others = [family for family in self.running if not family.steady]
+            peaks = np.fromiter((family.request.peak_tokens for family in lane.families), np.int64, len(lane.families))
+            room = self.limits.pages_each(np.minimum(lane.lengths + self.limits.page_size, peaks))
+            result = int(np.maximum(room - self.manager.num_held_each(lane.ids), 0).sum())
+        return result + sum(self._wanted(family) for family in others)
+
+    def _peak_with(self, newcomer: Family) -> int:
+        """Most pages that running families and a new one will hold at once, if each goes on to its max_tokens."""
+        families = [*self.running, newcomer]
+        seqs = np.array([family.seats for family in families])
+        prompts = np.array([len(family.request.prompt_token_ids) for family in families])
+        known = np.array([max(sequence.num_tokens for sequence in family.live) for family in families])
+        peak = np.array([family.request.peak_tokens for family in families])
+        left = np.array([family.tokens_left for family in families])
+        missing = sum(max(sequence.num_missing - 1, 0) for family in families for sequence in family.live)
+        least = policy.least_chunk(self.limits)
+        # Chunks go on at least so fast, and hold up only whoever waits for his; the others get a token in every step.
+        ends = left + np.where([family.decodes for family in families], 0, -(-missing // least))
+        if seqs.sum() > self.limits.max_num_batched_tokens - least:
+            known = peak  # some may have to wait for tokens: nobody's end is sure
+        shared = np.maximum(prompts - 1, 0) // self.limits.page_size * self.limits.windows.count(None)
+
+        def pages(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            total: npt.NDArray[np.int64] = seqs * self.limits.pages_each(lengths) - (seqs - 1) * shared
+            return total
+
+        return policy.running_peak(known, peak, ends, pages, 1 + self.rules.num_speculative_tokens)
+
+    # Rows
+
+    def _lane_rows(self, lane: _Lane) -> list[Row]:
+        rows = list(lane.rows)
+        for i in self.manager.changed(lane.ids):
+            rows[i] = Row(lane.ids[i], 1, self.manager.take_changes(lane.ids[i]))
+        return rows
+
+    def _row(self, family: Family, sequence: Sequence, num_tokens: int) -> Row:
+        guesses, sequence.drafts = sequence.drafts, ()
+        samples = num_tokens - len(guesses) == sequence.num_missing and sequence.request.max_tokens > 0
         changes = self.manager.take_changes(sequence.seq_id)
+        first, stop = family.scored, min(sequence.num_computed + num_tokens + 1, sequence.num_prompt)
+        scores = (first, stop) if first < stop else None
         if sequence.known_to_worker:
             token = int(sequence.tokens[-1]) if sequence.replaced else None
             sequence.replaced = False
-            return Row(sequence.seq_id, num_tokens, changes, samples, token=token)
+            return Row(sequence.seq_id, num_tokens, changes, samples, token=token, drafts=guesses, scores=scores)
         sequence.known_to_worker, sequence.replaced = True, False
         params = sequence.request.params
         reset = Reset(
@@ -297,7 +534,60 @@ class Scheduler:
             sequence.num_prompt,
             family.search.num_candidates if family.search else params.logprobs,
         )
-        return Row(sequence.seq_id, num_tokens, (), samples, reset)
+        return Row(sequence.seq_id, num_tokens, (), samples, reset, drafts=guesses, scores=scores)
+
+    # What a step gave
+
+    def _update_lane(self, lane: _Lane, token_ids: tuple[int, ...], changed: dict[Family, None]) -> None:
+        """A token for each of its sequences that has not been aborted meanwhile."""
+        families, sequences, ids, buffers, lengths = (
+            lane.families,
+            lane.sequences,
+            lane.ids,
+            lane.buffers,
+            lane.lengths,
+        )
+        if self._lane is not lane:  # it was not all of them, or some have ended
+            self._lane = None
+            alive = [i for i, sequence in enumerate(sequences) if sequence.finish_reason is None]
+            families, sequences = [families[i] for i in alive], [sequences[i] for i in alive]
+            ids, buffers, lengths = [ids[i] for i in alive], [buffers[i] for i in alive], lengths[alive]
+            token_ids = tuple(token_ids[i] for i in alive)
+        self.manager.commit_all(ids, buffers, lengths)
+        ended = []
+        for i, (sequence, token) in enumerate(zip(sequences, token_ids, strict=True)):
+            n = sequence.num_tokens
+            sequence.buffer[n] = token
+            sequence.num_computed, sequence.num_tokens = n, n + 1
+            if n + 1 == sequence.end_at or token in sequence.stops:
+                ended.append(i)
+        lane.lengths += 1
+        self.stats.computed_tokens += len(ids)
+        self.stats.output_tokens += len(ids)
+        changed.update(dict.fromkeys(families))
+        for i in ended:
+            family, sequence = families[i], sequences[i]
+            try:
+                reason = sequence.ending(token_ids[i])
+                assert reason is not None
+                self._end(family, sequence, reason)
+                self._finish(family)
+            except Exception as error:  # noqa: BLE001  as in update()
+                self._fault(family, error)
+
+    def _fault(self, family: Family, error: Exception) -> None:
+        """Its text cannot be made: it ends without."""
+        self.faults.append((family.request.request_id, error))
+        for sequence in family.sequences:
+            sequence.text = None
+        self.abort(family.request.request_id)
+
+    def _is_steady(self, family: Family) -> bool:
+        """Whether nothing but a plain token a step is to be expected of a family."""
+        if family.state is not State.RUNNING or len(family.sequences) > 1 or family.search:
+            return False
+        (sequence,) = family.sequences
+        return sequence.num_missing == 1 and sequence.plain and not self.rules.num_speculative_tokens
 
     def _computed(self, family: Family, sequence: Sequence, num_tokens: int) -> None:
         before = sequence.num_computed
@@ -307,14 +597,25 @@ class Scheduler:
         self.stats.recomputed_tokens += max(0, min(sequence.most_computed, sequence.num_computed) - before)
         sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
 
-    def _take(self, family: Family, sequence: Sequence, result: StepResult, i: int | None) -> bool:
-        """Give a sequence its entry of the result, if it has one. True if it has a new token or has ended."""
-        reason: FinishReason | None
-        if i is not None:
-            if result.logprobs and (logprobs := result.logprobs[i]) is not None:
-                sequence.logprobs.append(logprobs)  # before the token, at whose text a tokenizer may raise
-            self.stats.output_tokens += 1
-            reason = sequence.append(result.token_ids[i])
+    def _take(self, family: Family, sequence: Sequence, row: Row, result: StepResult, place: slice | None) -> bool:
+        """Give a sequence its tokens of the result, if it has any. True if it has a new one or has ended."""
+        reason: FinishReason | None = None
+        if place is not None:
+            tokens, entries = result.token_ids[place], result.logprobs[place]
+            for i, token in enumerate(tokens):
+                if i:
+                    self._computed(family, sequence, 1)  # an accepted draft
+                if entries and (entry := entries[i]) is not None:
+                    sequence.logprobs.append(entry)  # before the token, at whose text a tokenizer may raise
+                reason = sequence.append(token)
+                self.stats.output_tokens += 1
+                if reason is not None:
+                    break
+            if row.drafts:
+                most, proposed, accepted = self.rules.num_speculative_tokens, len(row.drafts), len(tokens) - 1
+                sequence.draft_len = drafts.next_length(sequence.draft_len, proposed, accepted, most)
+                self.stats.draft_tokens += proposed
+                self.stats.accepted_tokens += accepted
         elif sequence.num_missing == 0:
             reason = "length"  # max_tokens is 0
         else:
@@ -358,21 +659,22 @@ class Scheduler:
             sequence.extend(found.tokens)
             sequence.cumulative_logprob, sequence.score = found.cumulative_logprob, found.score
             sequence.finish_reason = found.finish_reason
-            if sequence.text is not None:
-                for token in found.tokens[: -1 if found.finish_reason == "stop" else None]:
-                    sequence.text.push(token)
-                sequence.text.finish()
+            sequence.hides_last = found.finish_reason == "stop"
+            sequence.finish_text()
             family.sequences.append(sequence)
         self._finish(family)
 
     def _preempt(self, family: Family) -> None:
         for sequence in family.live:
+            sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
             self._leave(sequence)
             sequence.num_computed = 0
+        self._leave_lane(family)
         family.move_to(State.PREEMPTED)
         family.forked = False
         self.running.remove(family)
-        heapq.heappush(self._waiting, family)
+        self._waiting.add(family)
+        self._seats -= family.seated
         self.stats.running -= 1
         self.stats.waiting += 1
         self.stats.preemptions += 1
@@ -380,22 +682,33 @@ class Scheduler:
     def _end(self, family: Family, sequence: Sequence, reason: FinishReason) -> None:
         """The only way to an end of a sequence, once for each."""
         assert sequence.finish_reason is None, f"{sequence} has ended"
-        if sequence.text is not None:
-            sequence.text.finish()  # if it raises, the sequence has not ended
+        sequence.finish_text()  # if it raises, the sequence has not ended
         self._leave(sequence)
         sequence.finish_reason = reason
         del self._by_id[sequence.seq_id]
+        if family.state is State.RUNNING and family.search is None:
+            family.seated -= 1
+            self._seats -= 1
 
     def _finish(self, family: Family) -> None:
         """The only way to an end of a family: once, or the transition is refused."""
         if family.state is State.RUNNING:
             self.running.remove(family)
+            self._leave_lane(family)
+            self._seats -= family.seated
             self.stats.running -= 1
         else:
+            self._waiting.remove(family)
             self.stats.waiting -= 1
         family.move_to(State.FINISHED)
+        if self.senior is family:
+            self.senior = None
         del self._live[family.request.request_id]
         self.stats.finished += 1
+
+    def _leave_lane(self, family: Family) -> None:
+        if family.steady:
+            family.steady, self._lane = False, None
 
     def _leave(self, sequence: Sequence) -> None:
         """Its pages are given back, if it has any, and the worker forgets it."""
@@ -407,16 +720,30 @@ class Scheduler:
             sequence.known_to_worker = False
         self.stats.used_pages = self.manager.num_used
 
-    def _waste(self) -> float:
+    def _waste(self, lane: _Lane | None) -> float:
         """Room without a token over room with one, in the pages held once this step is done.
 
         Only the last pages of a sequence can have room, and those are its own.
         """
         manager = self.manager
-        empty = 0
-        for family in self.running:
-            for sequence in self._holders(family):
-                room = manager.room(sequence.seq_id)
-                empty += (room - min(room, sequence.num_tokens)) * len(manager.windows)
+        in_lane = lane is not None and lane is self._lane
+        sequences = [s for family in self.running if not (in_lane and family.steady) for s in self._holders(family)]
+        ids = [sequence.seq_id for sequence in sequences]
+        lengths = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64)
+        if in_lane and lane:
+            ids, lengths = [*lane.ids, *ids], np.concatenate((lane.lengths, lengths))
+        rooms = manager.rooms(ids)
+        empty = int((rooms - np.minimum(rooms, lengths)).sum()) * len(manager.windows)
         held = manager.num_used * manager.page_size
         return empty / (held - empty) if held > empty else 0.0
+
+
+def _places(result: StepResult, first: int) -> dict[int, slice]:
+    """Of each sequence of the result from the `first` on: where its tokens lie. Those before have one each."""
+    if not result.counts:
+        return {seq_id: slice(i, i + 1) for i, seq_id in enumerate(result.seq_ids[first:], first)}
+    places, begin = {}, 0
+    for seq_id, count in zip(result.seq_ids, result.counts, strict=True):
+        places[seq_id] = slice(begin, begin + count)
+        begin += count
+    return places

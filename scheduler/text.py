@@ -230,7 +230,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eager: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._eager = eager or bool(params.stop_strings)
+        self.eager = eager or bool(params.stop_strings)  # tokens must be pushed as they come
         self._skip_special = params.skip_special_tokens
         self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._stops = params.stop_strings
@@ -251,7 +251,7 @@ class TextStream:
         if token_id in self._hidden:
             return False
         self._ids.append(token_id)
-        return self._eager and self._decode()
+        return self.eager and self._decode()
 
     @property
     def text(self) -> str:

@@ -23,7 +23,7 @@ from paged.manager import KVCacheManager
 from paged.pages import Move
 from scheduler.beam import BeamSearchParams
 from scheduler.engine import Engine
-from scheduler.policy import Limits
+from scheduler.policy import Limits, Rules
 from scheduler.request import Family, Request, Sequence, State
 from scheduler.scheduler import Scheduler
 from scheduler.text import Tokenizer
@@ -77,6 +77,11 @@ def _sample(model: NextToken, tokens: SequenceOf[int], params: SamplingParams, s
     if not params.greedy:
         token += random.Random(f"{seed} {index} {len(tokens)}").randrange(VOCAB)
     return token % VOCAB
+
+
+def score(token: int) -> Logprobs:
+    """What the fake worker says of a known token."""
+    return Logprobs(-token / VOCAB, 1)
 
 
 def histories(tokens: Iterable[int]) -> list[int]:
@@ -167,9 +172,11 @@ class FakeExecutor:
                 for group in range(len(self.windows)):
                     self.kv.update(dict.fromkeys(self._slots(state, row.num_tokens, group), -1))
             raise self.raise_at.pop(step.number)
-        sampled = [self._run(row, state) for row, state in zip(step.rows, states, strict=True)]
+        pairs = list(zip(step.rows, states, strict=True))
+        scores = [(row.seq_id, self._score(row, state)) for row, state in pairs if row.scores]
+        sampled = [self._run(row, state) for row, state in pairs]
         self._next_number = step.number + 1
-        return self._answer(step, sampled)
+        return self._answer(step, sampled, tuple(scores))
 
     def _bring_up(self, row: Row) -> _Known:
         if row.reset is not None:
@@ -189,9 +196,11 @@ class FakeExecutor:
         if row.token is not None:
             state.tokens[-1] = row.token
         last = state.num_computed + row.num_tokens
-        if row.num_tokens < 1 or last > len(state.tokens) or last > len(state.tables[0]) * self.page_size:
+        known = last - len(row.drafts)
+        if known <= state.num_computed or known > len(state.tokens) or last > len(state.tables[0]) * self.page_size:
             raise StepError(f"{row} does not fit {state}")
-        assert not row.samples or last == len(state.tokens), "only a row that reaches the last token can sample"
+        assert not row.samples or known == len(state.tokens), "only a row that reaches the last token can sample"
+        assert row.samples or not row.drafts
         seen = [table[self._first_seen(state, g) // self.page_size :] for g, table in enumerate(state.tables)]
         pages = [page for table in seen for page in table]
         if len(set(pages)) < len(pages) or not all(0 < page < self.num_pages for page in pages):
@@ -218,29 +227,51 @@ class FakeExecutor:
             if written & held:
                 raise SharedWrite(f"sequence {row.seq_id} writes pages {written}, {seq_id} holds {held}")
 
-    def _run(self, row: Row, state: _Known) -> int | None:
-        digests = histories(state.tokens)
+    def _score(self, row: Row, state: _Known) -> tuple[Logprobs, ...]:
+        assert row.scores is not None
+        begin, stop = row.scores
+        assert state.num_computed < begin < stop <= state.num_computed + row.num_tokens - len(row.drafts) + 1
+        return tuple(score(token) for token in state.tokens[begin:stop])
+
+    def _run(self, row: Row, state: _Known) -> list[int]:
+        """What the row samples: the token behind each draft that is right, and behind the last known one."""
+        guessed = [*state.tokens, *row.drafts]
+        digests = histories(guessed)
         for group in range(len(self.windows)):
             for position, slot in enumerate(self._slots(state, row.num_tokens, group), state.num_computed):
                 self.kv[slot] = _kv(group, digests[position])
-        state.num_computed += row.num_tokens
+        state.num_computed += row.num_tokens - len(row.drafts)
         if not row.samples:
-            return None
-        token = _sample(self.model, state.tokens, state.reset.params, state.reset.seed, state.reset.index)
-        state.tokens.append(token)
-        return token
+            return []
+        reset, sampled = state.reset, list[int]()
+        for draft in (*row.drafts, None):
+            token = _sample(self.model, state.tokens, reset.params, reset.seed, reset.index)
+            state.tokens.append(token)
+            sampled.append(token)
+            if token != draft:
+                break
+            state.num_computed += 1
+        return sampled
 
-    def _answer(self, step: Step, sampled: SequenceOf[int | None]) -> StepResult:
-        pairs = [(row.seq_id, token) for row, token in zip(step.rows, sampled, strict=True) if token is not None]
+    def _answer(
+        self, step: Step, sampled: SequenceOf[SequenceOf[int]], scores: tuple[tuple[int, tuple[Logprobs, ...]], ...]
+    ) -> StepResult:
+        rows = [(row.seq_id, tokens) for row, tokens in zip(step.rows, sampled, strict=True) if tokens]
         logprobs = []
-        for seq_id, token in pairs:
+        for seq_id, tokens in rows:
             count = self.known[seq_id].reset.num_logprobs
-            ids = tuple((token + i) % VOCAB for i in range(count or 0))
-            logprobs.append(
-                None if count is None else Logprobs(-token / VOCAB, 1, ids, tuple(-1.0 - i for i in range(len(ids))))
-            )
+            for token in tokens:
+                ids = tuple((token + i) % VOCAB for i in range(count or 0))
+                tops = tuple(-1.0 - i for i in range(len(ids)))
+                logprobs.append(None if count is None else Logprobs(-token / VOCAB, 1, ids, tops))
+        several = any(len(tokens) > 1 for _, tokens in rows)
         return StepResult(
-            step.number, tuple(seq_id for seq_id, _ in pairs), tuple(token for _, token in pairs), tuple(logprobs)
+            step.number,
+            tuple(seq_id for seq_id, _ in rows),
+            tuple(token for _, tokens in rows for token in tokens),
+            tuple(logprobs),
+            tuple(len(tokens) for _, tokens in rows) if several else (),
+            scores,
         )
 
     def _first_seen(self, state: _Known, group: int) -> int:
@@ -271,6 +302,7 @@ class FakeText:
     tokens: list[int] = field(default_factory=list)
     finishes: int = 0
     stop_reason: str | None = None
+    eager: bool = False
 
     def push(self, token_id: int) -> bool:
         assert self.finishes == 0, "a token after the end"
@@ -312,9 +344,10 @@ def request(
     eos: Iterable[int] = (),
     cache_salt: str | None = None,
     beams: BeamSearchParams | None = None,
+    priority: int = 0,
 ) -> Request:
     tokens = np.asarray(prompt, dtype=np.int32)
-    return Request(request_id, None, tokens, params, max_tokens, seed, frozenset(eos), cache_salt, beams)
+    return Request(request_id, None, tokens, params, max_tokens, seed, frozenset(eos), cache_salt, beams, priority)
 
 
 @dataclass
@@ -337,10 +370,11 @@ class Rig:
         caching: bool = True,
         model: NextToken = next_token,
         windows: Windows = (None,),
+        rules: Rules | None = None,
     ) -> Rig:
         manager = KVCacheManager(usable + 1, page_size, caching, windows)
         limits = Limits(1 << 20, usable, page_size, windows, max_num_seqs, budget)
-        return cls(Scheduler(manager, limits), FakeExecutor(usable + 1, page_size, model, windows))
+        return cls(Scheduler(manager, limits, rules), FakeExecutor(usable + 1, page_size, model, windows))
 
     def add(self, wanted: Request) -> Sequence:
         """Queue a request; its (first) sequence."""
@@ -367,7 +401,7 @@ class Rig:
         assert 0 < len(step.rows) <= len(by_id) <= scheduler.limits.max_num_seqs
         for row in step.rows:
             sequence = by_id[row.seq_id]
-            assert sequence.num_computed + row.num_tokens <= sequence.num_tokens, "S3"
+            assert sequence.num_computed + row.num_tokens - len(row.drafts) <= sequence.num_tokens, "S3"
         return step
 
     def finish(self, step: Step) -> None:

@@ -130,15 +130,15 @@ def raises_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int)
     monkeypatch.setattr(owner, name, method)
 
 
-@pytest.mark.parametrize("at", [0, 4, 7])
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    ("owner", "name", "at"),
     [
-        (Scheduler, "_waste"),  # the step is made, and not yet handed over
-        (FakeExecutor, "result"),  # it is handed over, and not yet run
-        (Scheduler, "update"),  # the worker has run it
-        (Scheduler, "_computed"),  # some of it is taken in
-        (Sequence, "append"),
+        *[(Scheduler, "_waste", at) for at in (0, 4, 7)],  # the step is made, and not yet handed over
+        *[(FakeExecutor, "result", at) for at in (0, 4, 7)],  # it is handed over, and not yet run
+        *[(Scheduler, "update", at) for at in (0, 4, 7)],  # the worker has run it
+        *[(Scheduler, "_computed", at) for at in (0, 1, 2)],  # some of it is taken in
+        *[(Sequence, "append", at) for at in (0, 1, 2)],
+        *[(Scheduler, "_update_lane", at) for at in (0, 3, 6)],
     ],
 )
 def test_ctrl_c_in_any_part_of_a_step_changes_no_answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import request
 
-from paged import RequestError, SamplingParams
+from paged import KVCacheManager, RequestError, SamplingParams
 from scheduler import policy
 from scheduler.policy import Limits
 from scheduler.request import Family, Sequence
@@ -133,5 +133,6 @@ def test_a_window_bounds_what_a_sequence_wants() -> None:
 
 
 def test_the_victim_is_the_one_that_arrived_last() -> None:
-    families = [running(4, 1, 1), running(9, 1, 1), running(7, 1, 1)]
-    assert policy.victim(families).number == 9
+    manager = KVCacheManager(2, 1)
+    families = [policy.Candidate(running(number, 1, 1), manager) for number in (4, 9, 7)]
+    assert policy.youngest(families).number == 9

@@ -73,6 +73,7 @@ def test_the_ending_token_is_text_only_where_it_is_asked_for() -> None:
     params = SamplingParams(temperature=0, stop_token_ids=[9], include_stop_str_in_output=True)
     one = sequence(params=params)
     one.append(9)
+    one.finish_text()
     assert isinstance(one.text, FakeText)
     assert one.text.tokens == [9]
 
@@ -83,7 +84,7 @@ def test_a_stop_string_found_by_the_text_is_the_stop_reason() -> None:
             self.stop_reason = "END"
             return token_id == 8
 
-    one = Sequence(0, request("r", [5], 4), Stops())
+    one = Sequence(0, request("r", [5], 4), Stops(eager=True))
     assert one.append(7) is None
     assert one.append(8) == "stop"
     assert one.stop_reason == "END"

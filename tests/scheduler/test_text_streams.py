@@ -164,12 +164,12 @@ class Scripted(FakeExecutor):
 
     scripts: dict[int, list[int]]
 
-    def _run(self, row: Row, state: Any) -> int | None:
-        token = super()._run(row, state)
-        if token is not None:
-            token = self.scripts[state.tokens[0]][len(state.tokens) - state.reset.num_prompt - 1]
-            state.tokens[-1] = token
-        return token
+    def _run(self, row: Row, state: Any) -> list[int]:
+        sampled = super()._run(row, state)
+        if sampled:
+            sampled = [self.scripts[state.tokens[0]][len(state.tokens) - state.reset.num_prompt - 1]]
+            state.tokens[-1] = sampled[0]
+        return sampled
 
 
 def scripted(scripts: dict[int, list[int]], stream: bool, **params: Any) -> dict[str, list[RequestOutput]]:
