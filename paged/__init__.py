@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
     from scheduler.llm import LLM
-    from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+    from scheduler.metrics import Metrics, MetricsSummary, Percentiles
+    from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from scheduler.policy import Limits
     from worker.executor import Executor
     from worker.step import SamplingParams, Step, StepResult
@@ -74,6 +75,10 @@ __all__ = [
     "EngineStats",
     "Limits",
     "Executor",
+    "RequestMetrics",
+    "Metrics",
+    "MetricsSummary",
+    "Percentiles",
     "Step",
     "StepResult",
     # errors
@@ -98,6 +103,10 @@ _FORWARDED = {
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",
     "EngineStats": "scheduler.outputs",
+    "RequestMetrics": "scheduler.outputs",
+    "Metrics": "scheduler.metrics",
+    "MetricsSummary": "scheduler.metrics",
+    "Percentiles": "scheduler.metrics",
     "BeamSearchParams": "scheduler.beam",
     "Engine": "scheduler.engine",
     "EngineConfig": "scheduler.config",

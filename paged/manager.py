@@ -125,6 +125,11 @@ class KVCacheManager:
         """Pages that sequences (and moves under way) hold."""
         return self.allocator.num_used
 
+    @property
+    def num_cached(self) -> int:
+        """Pages without an owner that a prefix can find."""
+        return self.allocator.num_cached
+
     def table(self, seq_id: int, group: int = 0) -> BlockTable:
         """The sequence's block table in a group, as it is now."""
         row = self._get(seq_id).row

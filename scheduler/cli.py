@@ -23,6 +23,7 @@ from scheduler.config import EngineConfig
 
 if TYPE_CHECKING:
     from scheduler.jobs import JobProgress
+    from scheduler.metrics import MetricsSummary
 
 SOME_FAILED = 3  # exit code of a job that finished, with lines that were refused
 STOPPED = 130  # exit code after Ctrl-C, as in a shell
@@ -104,10 +105,16 @@ def batch(
     config: EngineConfig,
     output_path: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="where answers go")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
+    metrics_path: Annotated[
+        Path | None, typer.Option("--metrics", metavar="FILE.prom", help="write Prometheus metrics there at the end")
+    ] = None,
 ) -> None:
     """Answer a file of requests. Exit code 0: every line was answered; 3: some were refused, and say why."""
+    from scheduler import prometheus
     from scheduler.jobs import check_paths, run_job
 
+    if metrics_path is not None:
+        prometheus.check(metrics_path)
     total = check_paths(input_path, output_path, overwrite)
     from scheduler.llm import LLM
 
@@ -115,7 +122,9 @@ def batch(
     print(f"paged: {llm.plan.sizing}", file=sys.stderr)
     with _Bar(total) as bar:
         progress = run_job(llm, input_path, output_path, overwrite=overwrite, on_progress=bar.update)
-    _print_summary(progress, output_path)
+    _print_summary(progress, llm.engine.metrics.summary(), output_path)
+    if metrics_path is not None:
+        prometheus.write(llm.engine.metrics, metrics_path)
     if progress.failed:
         raise typer.Exit(SOME_FAILED)
 
@@ -242,18 +251,13 @@ class _Bar:
             print(f"paged: {done} of {self._total} requests, {state}", file=sys.stderr, flush=True)
 
 
-def _print_summary(progress: JobProgress, output_path: Path) -> None:
-    stats = progress.stats
-    hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+def _print_summary(progress: JobProgress, summary: MetricsSummary, output_path: Path) -> None:
     rows = [
         ("answered", f"{progress.ok} ok, {progress.failed} failed"),
         ("prompt tokens", f"{progress.prompt_tokens:,}"),
         ("output tokens", f"{progress.output_tokens:,}"),
         ("time", f"{progress.seconds:.1f} s, {progress.tokens_per_second:.1f} output tokens/s"),
-        ("prefix hits", f"{stats.cached_tokens:,} tokens, {hits:.1%} of the prompts"),
-        ("peak pages", f"{stats.peak_pages:,} of {stats.total_pages:,}"),
-        ("preemptions", f"{stats.preemptions}, {stats.recomputed_tokens:,} tokens recomputed"),
-        ("waste", f"{stats.waste:.1%} of the bytes of tokens"),
+        *summary.rows(),
         ("output", str(output_path)),
     ]
     for name, value in rows:

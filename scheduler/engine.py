@@ -19,6 +19,7 @@ from paged.errors import RequestError
 from paged.manager import KVCacheManager
 from scheduler import policy
 from scheduler.beam import BeamSearchParams
+from scheduler.metrics import Metrics
 from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from scheduler.request import Family, Request, Sequence, State, TextSink
 from scheduler.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         manager = KVCacheManager(executor.num_pages, limits.page_size, enable_prefix_caching, limits.windows)
         self.scheduler = Scheduler(manager, limits)
+        self.metrics = Metrics(stats=self.scheduler.stats)
         self._seeds = random.Random(seed)
         # Of each streaming request and sequence: tokens that were given out, None once its end was.
         self._streams: dict[str, dict[int, int | None]] = {}
@@ -103,9 +105,10 @@ class Engine:
         if stream and request.beams:
             raise RequestError("a beam search cannot be streamed: until its end every beam may still lose", "stream")
         tokenizer = self.tokenizer
-        self.scheduler.add(
+        family = self.scheduler.add(
             request, None if tokenizer is None else lambda: TextStream(tokenizer, request.params, eager=stream)
         )
+        self.metrics.added(family)
         if stream:
             self._streams[request.request_id] = {}
 
@@ -152,21 +155,30 @@ class Engine:
         that was not returned, the next one returns. What a tokenizer raises is raised too, and ends only the request
         whose text it was. `failed` names the requests of such a step: who wants no second try aborts them.
         """
-        scheduler = self.scheduler
+        scheduler, metrics, clock = self.scheduler, self.metrics, self.metrics.clock
         self.failed = ()
         scheduler.manager.expire(time.monotonic())
         try:
             with _uninterrupted():
+                began = clock()
                 step = scheduler.schedule()
+                metrics.admitted(scheduler.admitted)
             if step is not None:
+                scheduled = clock()
                 self.executor.submit(step)
                 result = self.executor.result()
                 with _uninterrupted():
-                    self._changed += scheduler.update(result)
+                    executed = clock()
+                    changed = scheduler.update(result)
+                    self._changed += changed
+                    metrics.updated(changed)
+                    updated = clock()
                     while self._changed:  # one by one: if an output cannot be made, the others are there
                         family = self._changed.pop(0)
                         if family.state is State.FINISHED or family.request.request_id in self._streams:
                             self._ready.append(self._made(family))
+                    spent = scheduled - began, executed - scheduled, updated - executed, clock() - updated
+                    metrics.step(*spent, step.num_tokens)
         except BaseException:
             with _uninterrupted():
                 self.failed = tuple(scheduler.fail())
@@ -186,7 +198,10 @@ class Engine:
         """End a request, at any moment; its last output. None if it is not known or has ended already."""
         with _uninterrupted():
             family = self.scheduler.abort(request_id)
-            return None if family is None else self._made(family)
+            if family is None:
+                return None
+            self.metrics.updated((family,))
+            return self._made(family)
 
     def pin(self, prompt_token_ids: SequenceOf[int], seconds: float, cache_salt: str | None = None) -> int:
         """Keep what is cached of a prompt for so long, if anything else can be given up instead. Its tokens."""
@@ -205,7 +220,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self.scheduler.manager.reset()
+        self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Abort what is left and let go of the worker."""
@@ -230,7 +245,8 @@ class Engine:
             return self._output(family)
         except Exception as error:  # noqa: BLE001  whatever a tokenizer raises; the next step raises it again
             request = family.request
-            self.scheduler.abort(request.request_id)
+            if self.scheduler.abort(request.request_id) is not None:
+                self.metrics.updated((family,))
             self.scheduler.faults.append((request.request_id, error))
             self._streams.pop(request.request_id, None)
             return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids.tolist(), [], True)
@@ -258,6 +274,7 @@ class Engine:
             finished=finished,
             num_cached_tokens=family.num_cached or 0,
             num_output_tokens=sum(sequence.num_output for sequence in family.sequences),
+            metrics=self.metrics.request(family),
         )
 
     def _completion(self, sequence: Sequence, first: int, stream: TextSink | None) -> CompletionOutput:

@@ -33,10 +33,12 @@ class JobProgress:
     prompt_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
+    output_before: int = 0  # tokens that the engine had generated before the job
 
     @property
     def tokens_per_second(self) -> float:
-        return self.stats.output_tokens / self.seconds if self.seconds else 0.0
+        """Generated since the job began, those of unfinished requests included."""
+        return (self.stats.output_tokens - self.output_before) / self.seconds if self.seconds else 0.0
 
 
 def check_paths(input_path: Path, output_path: Path, overwrite: bool) -> int:
@@ -92,7 +94,7 @@ class _Job:
     def __init__(self, llm: LLM, output: BinaryIO) -> None:
         self.llm = llm
         self.output = output
-        self.progress = JobProgress(llm.engine.stats)
+        self.progress = JobProgress(llm.engine.stats, output_before=llm.engine.stats.output_tokens)
         self.pending: dict[str, _Pending] = {}
         self.first_lines: dict[str, int] = {}  # of each custom_id
         self.records = 0

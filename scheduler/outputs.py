@@ -37,6 +37,21 @@ class CompletionOutput:
     score: float | None = None  # of a beam: its cumulative log-probability over its length, to the length penalty
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """How a request fared, in seconds; None for what did not come about. docs/metrics.md has the formulas."""
+
+    arrived: float  # when it was queued, by the clock of the engine's metrics
+    queue_s: float | None  # until it was first admitted
+    first_token_s: float | None  # until its first token, waiting included
+    mean_between_s: float | None  # from one token to the next, of its longest continuation
+    max_between_s: float | None  # longest pause between two steps that gave it tokens
+    e2e_s: float  # until its end
+    num_cached: int  # prompt tokens found in the prefix cache at first admission
+    num_recomputed: int  # tokens computed again after a preemption, in all continuations
+    num_preemptions: int
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The answer to one request, or in a stream the part of it that is new.
@@ -51,6 +66,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache at first admission
     num_output_tokens: int = 0  # generated so far in all continuations, in a stream too
+    metrics: RequestMetrics | None = None  # of a request that has ended
 
 
 def join(first: RequestOutput, later: RequestOutput) -> None:
@@ -69,7 +85,7 @@ def join(first: RequestOutput, later: RequestOutput) -> None:
         part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
     first.outputs.sort(key=lambda part: part.index)
     first.finished, first.num_output_tokens = later.finished, later.num_output_tokens
-    first.num_cached_tokens = later.num_cached_tokens
+    first.num_cached_tokens, first.metrics = later.num_cached_tokens, later.metrics
 
 
 @dataclass(slots=True)
@@ -82,7 +98,8 @@ class EngineStats:
     finished: int = 0
     max_running: int = 0  # most sequences in one step
     total_pages: int = 0  # that can be handed out, so without the null page
-    used_pages: int = 0
+    used_pages: int = 0  # by sequences
+    cached_pages: int = 0  # by none, and a prefix can find them
     peak_pages: int = 0
     prompt_tokens: int = 0  # of requests that were admitted, each counted once
     cached_tokens: int = 0  # of those, found in the prefix cache at first admission
@@ -98,6 +115,16 @@ class EngineStats:
     def hit_rate(self) -> float:
         """Share of prompt tokens that were found in the prefix cache; each request counts once."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self.total_pages - self.used_pages - self.cached_pages
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the computed tokens that had been computed before and were lost to a preemption."""
+        return self.recomputed_tokens / self.computed_tokens if self.computed_tokens else 0.0
 
     @property
     def waste(self) -> float:

@@ -210,6 +210,18 @@ class Sequence:
         return copy
 
 
+@dataclass(slots=True)
+class Timing:
+    """Moments of a family, in seconds of the clock of its engine's metrics, which alone writes them."""
+
+    arrived: float
+    admitted: float | None = None  # first
+    first: float | None = None  # token
+    last: float | None = None
+    longest: float = 0.0  # between two steps that gave it tokens
+    ended: float | None = None
+
+
 class Family:
     """The sequences of one request. They run, are preempted and resume together.
 
@@ -241,6 +253,9 @@ class Family:
         self.cached_guess = 0  # tokens of it that were cached when somebody looked last
         self.looked_at = -1  # in which step that was
         self.scores: list[Logprobs] = []  # of prompt tokens, from the second on
+        self.num_recomputed = 0  # tokens computed before and lost to a preemption
+        self.num_preemptions = 0
+        self.timing: Timing | None = None  # once metrics has heard of it
 
     def __repr__(self) -> str:
         return f"Family({self.request.request_id!r}, {self.state.value}, {self.sequences})"

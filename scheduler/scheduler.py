@@ -156,7 +156,7 @@ class Scheduler:
         self._mix = num_decodes, step.num_tokens - num_decodes if self.chunk_limit else 0
         self.stats.num_steps += 1
         self.stats.max_running = max(self.stats.max_running, len(rows))
-        self.stats.used_pages = self.manager.num_used
+        self._count_pages()
         self.stats.peak_pages = max(self.stats.peak_pages, self.stats.used_pages)
         self.stats.waste_sum += self._waste(lane)
         return step
@@ -200,6 +200,7 @@ class Scheduler:
                 changed[family] = None
                 if self._is_steady(family):
                     family.steady, self._lane = True, None
+        self._count_pages()
         return list(changed)
 
     def took(self, seconds: float) -> None:
@@ -230,7 +231,12 @@ class Scheduler:
         for family in tuple(self.running):
             self._preempt(family)
         self._weights += 1
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
         self.manager.reset()
+        self._count_pages()
 
     def namespace(self, cache_salt: str | None) -> bytes:
         """Within what pages are shared, as the weights are now."""
@@ -273,9 +279,6 @@ class Scheduler:
         Returns the lane, the tokens that are left for prompts, and how many are decoded.
         """
         budget, senior, preemptions = self.limits.max_num_batched_tokens, self.senior, self.stats.preemptions
-        if self._lane is None:
-            self._lane = _Lane([family for family in self.running if family.steady])
-        lane = self._lane
         others = [family for family in self.running if not family.steady]
         others.sort(key=lambda family: family is not senior)
         for family in others:
@@ -289,6 +292,9 @@ class Scheduler:
             used += self._plan(senior, room, planned)
         if senior is not None and senior.steady:
             room = max(room, 1)
+        if self._lane is None:
+            self._lane = _Lane([family for family in self.running if family.steady])
+        lane = self._lane
         if len(lane.ids) > room - used:
             first = sorted(lane.families, key=lambda family: family is not senior)
             lane = _Lane(first[: room - used])
@@ -594,7 +600,9 @@ class Scheduler:
         sequence.num_computed += num_tokens
         self.manager.commit(sequence.seq_id, sequence.tokens, sequence.num_computed)
         self.stats.computed_tokens += num_tokens
-        self.stats.recomputed_tokens += max(0, min(sequence.most_computed, sequence.num_computed) - before)
+        again = max(0, min(sequence.most_computed, sequence.num_computed) - before)
+        self.stats.recomputed_tokens += again
+        family.num_recomputed += again
         sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
 
     def _take(self, family: Family, sequence: Sequence, row: Row, result: StepResult, place: slice | None) -> bool:
@@ -607,8 +615,8 @@ class Scheduler:
                     self._computed(family, sequence, 1)  # an accepted draft
                 if entries and (entry := entries[i]) is not None:
                     sequence.logprobs.append(entry)  # before the token, at whose text a tokenizer may raise
-                reason = sequence.append(token)
                 self.stats.output_tokens += 1
+                reason = sequence.append(token)
                 if reason is not None:
                     break
             if row.drafts:
@@ -671,6 +679,7 @@ class Scheduler:
             sequence.num_computed = 0
         self._leave_lane(family)
         family.move_to(State.PREEMPTED)
+        family.num_preemptions += 1
         family.forked = False
         self.running.remove(family)
         self._waiting.add(family)
@@ -718,7 +727,10 @@ class Scheduler:
         if sequence.known_to_worker:
             self._forget.append(sequence.seq_id)
             sequence.known_to_worker = False
-        self.stats.used_pages = self.manager.num_used
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        self.stats.used_pages, self.stats.cached_pages = self.manager.num_used, self.manager.num_cached
 
     def _waste(self, lane: _Lane | None) -> float:
         """Room without a token over room with one, in the pages held once this step is done.

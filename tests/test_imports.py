@@ -23,6 +23,7 @@ MEMORY = [
 ABOVE = {"paged": {"worker", "scheduler"}, "worker": {"scheduler"}, "scheduler": set[str]()}
 ONLY_IN = {
     "xformers": {"paged/attention/xformers.py"},
+    "prometheus_client": {"scheduler/prometheus.py"},
     "ray": {"worker/ray_executor.py", "scheduler/cluster.py", "scheduler/ray_data.py"},
 }
 

@@ -53,8 +53,9 @@ def test_generate_answers_a_chat_the_same_with_the_same_seed(smollm2: Checkpoint
 
 def test_batch_answers_a_file_and_sums_up(smollm2: Checkpoint, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", json.dumps(GOOD)), tmp_path / "out.jsonl"
-    done = paged("batch", source, "-o", str(target), "--max-num-seqs", "2")
+    done = paged("batch", source, "-o", str(target), "--max-num-seqs", "2", "--metrics", str(tmp_path / "x.prom"))
     assert done.returncode == 0, done.stderr
+    assert "paged_generation_tokens_total 4.0\n" in (tmp_path / "x.prom").read_text()
     assert json.loads(target.read_text())["response"]["body"]["choices"][0]["text"].startswith(" Paris")
     assert done.stderr.startswith("paged: ")
     for word in (
@@ -62,8 +63,10 @@ def test_batch_answers_a_file_and_sums_up(smollm2: Checkpoint, tmp_path: Path) -
         "1 ok, 0 failed",
         "prompt tokens",
         "tokens/s",
+        "first token    p50 ",
+        "between tokens p50 ",
+        "step time      schedule ",
         "prefix hits",
-        "peak pages",
         "preemptions",
         "waste",
     ):
@@ -79,6 +82,13 @@ def test_batch_with_lines_that_were_refused_ends_with_three(smollm2: Checkpoint,
     assert done.returncode == 3, done.stderr
     assert "1 ok, 1 failed" in done.stderr
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_batch_refuses_a_place_for_metrics_before_anything_is_loaded(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", json.dumps(GOOD))
+    done = paged("batch", source, "-o", str(tmp_path / "out.jsonl"), "--metrics", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"paged: error: metrics {tmp_path} is a folder")
 
 
 def test_info_says_what_would_be_used_and_downloads_nothing(tmp_path: Path) -> None:

@@ -344,3 +344,9 @@ def test_prompts_of_no_kind_that_is_known_are_refused(llm: LLM, prompts: Any) ->
         llm.generate("x", 5)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.generate(["x"], [None])  # type: ignore[list-item]
+
+
+def test_the_speed_of_a_job_counts_its_own_tokens_only(llm: LLM, tmp_path: Path) -> None:
+    llm.generate("Water boils at", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    _, progress = run(llm, tmp_path, [line("a", max_tokens=3, ignore_eos=True)])
+    assert progress.tokens_per_second == 3 / progress.seconds
