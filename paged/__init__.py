@@ -17,11 +17,13 @@ from paged.block_table import BlockTable, pages_for
 from paged.errors import (
     CheckpointError,
     ConfigError,
+    EngineClosed,
     InvariantError,
     OutOfPages,
     PagedError,
     PageStateError,
     RequestError,
+    RequestFailed,
     StepError,
 )
 from paged.layout import KVLayout
@@ -32,12 +34,15 @@ from paged.prefix_cache import PrefixCache, namespace
 if TYPE_CHECKING:
     from paged.attention import AttentionMetadata
     from paged.pool import KVPool
+    from scheduler.async_llm import AsyncLLM
     from scheduler.beam import BeamSearchParams
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
     from scheduler.llm import LLM
     from scheduler.metrics import Metrics, MetricsSummary, Percentiles
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
+    from scheduler.policy import Limits
+    from worker.executor import Executor
     from worker.step import SamplingParams, Step, StepResult
 
 __version__ = "0.1.0"
@@ -59,6 +64,7 @@ __all__ = [
     "KVPool",
     # the engine
     "LLM",
+    "AsyncLLM",
     "SamplingParams",
     "BeamSearchParams",
     "RequestOutput",
@@ -67,6 +73,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Limits",
+    "Executor",
     "RequestMetrics",
     "Metrics",
     "MetricsSummary",
@@ -77,10 +85,12 @@ __all__ = [
     "PagedError",
     "CheckpointError",
     "ConfigError",
+    "EngineClosed",
     "InvariantError",
     "OutOfPages",
     "PageStateError",
     "RequestError",
+    "RequestFailed",
     "StepError",
 ]
 
@@ -88,6 +98,7 @@ _FORWARDED = {
     "AttentionMetadata": "paged.attention",
     "KVPool": "paged.pool",
     "LLM": "scheduler.llm",
+    "AsyncLLM": "scheduler.async_llm",
     "RequestOutput": "scheduler.outputs",
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",
@@ -99,6 +110,8 @@ _FORWARDED = {
     "BeamSearchParams": "scheduler.beam",
     "Engine": "scheduler.engine",
     "EngineConfig": "scheduler.config",
+    "Limits": "scheduler.policy",
+    "Executor": "worker.executor",
     "SamplingParams": "worker.step",
     "Step": "worker.step",
     "StepResult": "worker.step",
@@ -133,6 +146,6 @@ def _check_siblings() -> None:
 
 for _name in ("BlockAllocator", "BlockTable", "KVCacheManager", "KVLayout", "Mark", "Move", "PrefixCache"):
     globals()[_name].__module__ = __name__
-for _name in (n for n in __all__ if n.endswith(("Error", "Pages"))):
+for _name in (n for n in __all__ if n.endswith(("Error", "Pages", "Failed", "Closed"))):
     globals()[_name].__module__ = __name__
 del _name

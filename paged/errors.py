@@ -4,6 +4,8 @@
     ├── ConfigError      a setting is unknown or has a value that cannot work      (also a ValueError)
     ├── CheckpointError  a model cannot be found, fetched or loaded as it is
     ├── RequestError     a request is refused; no other request notices            (also a ValueError)
+    ├── RequestFailed    a request was accepted and ended without its answer; the cause is chained
+    ├── EngineClosed     the engine that a request was sent to, or was in, is closed
     ├── OutOfPages       not enough free pages; nothing was changed
     ├── PageStateError   a page or sequence is not in the state that the call needs; nothing was changed
     ├── StepError        a worker got steps out of order, or one that does not fit its state
@@ -33,6 +35,14 @@ class RequestError(PagedError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class RequestFailed(PagedError):
+    """A request was accepted and ended without its answer. `__cause__` is what was raised; it may be sent again."""
+
+
+class EngineClosed(PagedError):
+    """The engine that a request was sent to, or was in, is closed."""
 
 
 class OutOfPages(PagedError):

@@ -62,6 +62,7 @@ class Engine:
         self._streams: dict[str, dict[int, int | None]] = {}
         self._ready: list[RequestOutput] = []  # that no step has returned yet
         self._changed: list[Family] = []  # whose outputs are to be made
+        self.failed: tuple[str, ...] = ()  # if the last step raised, the requests that it was about
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +129,10 @@ class Engine:
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> Request:
-        """The request with every default filled in; checks all that `add` checks but the id, and queues nothing."""
+        """The request with every default filled in; checks all that `add` checks but the id, and queues nothing.
+
+        It may be called while another thread runs a step.
+        """
         tokens = self._checked(prompt_token_ids)
         _check_salt(cache_salt)
         most = policy.PRIORITIES
@@ -159,12 +163,13 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that ended in it, and what is new of those that stream.
 
-        If the worker raises, so does this: the step counts for nothing, every request goes on with the next one. What a
-        tokenizer raises is raised too, and ends only the request whose text it was. Ctrl-C
+        If the worker raises, so does this: the step counts for nothing, every request goes on with the next one. Ctrl-C
         while the worker runs is such a case; it waits while tables and queues are changed, and what a step has given
-        that was not returned, the next one returns.
+        that was not returned, the next one returns. What a tokenizer raises is raised too, and ends only the request
+        whose text it was. `failed` names the requests of such a step: who wants no second try aborts them.
         """
         scheduler, metrics, clock = self.scheduler, self.metrics, self.metrics.clock
+        self.failed = ()
         scheduler.manager.expire(time.monotonic())
         try:
             with _uninterrupted():
@@ -185,15 +190,16 @@ class Engine:
                     while self._changed:  # one by one: if an output cannot be made, the others are there
                         family = self._changed.pop(0)
                         if family.state is State.FINISHED or family.request.request_id in self._streams:
-                            self._ready.append(self._output(family))
+                            self._ready.append(self._made(family))
                     spent = scheduled - began, executed - scheduled, updated - executed, clock() - updated
                     metrics.step(*spent, step.num_tokens)
         except BaseException:
             with _uninterrupted():
-                scheduler.fail()
+                self.failed = tuple(scheduler.fail())
             raise
         if scheduler.faults:
-            raise scheduler.faults.pop(0)
+            self.failed = (scheduler.faults[0][0],)
+            raise scheduler.faults.pop(0)[1]
         outputs = self._ready
         try:
             self._ready = []
@@ -209,7 +215,7 @@ class Engine:
             if family is None:
                 return None
             self.metrics.updated((family,))
-            return self._output(family)
+            return self._made(family)
 
     def pin(self, prompt_token_ids: SequenceOf[int], seconds: float, cache_salt: str | None = None) -> int:
         """Keep what is cached of a prompt for so long, if anything else can be given up instead. Its tokens."""
@@ -246,6 +252,18 @@ class Engine:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"token id {token} is not one of the model's, 0 to {self._vocab_size - 1}", "prompt")
         return np.asarray(prompt_token_ids, dtype=np.int32)
+
+    def _made(self, family: Family) -> RequestOutput:
+        """Its output. If the tokenizer cannot make one, the request has ended, with an output that holds nothing."""
+        try:
+            return self._output(family)
+        except Exception as error:  # noqa: BLE001  whatever a tokenizer raises; the next step raises it again
+            request = family.request
+            if self.scheduler.abort(request.request_id) is not None:
+                self.metrics.updated((family,))
+            self.scheduler.faults.append((request.request_id, error))
+            self._streams.pop(request.request_id, None)
+            return RequestOutput(request.request_id, request.prompt, request.prompt_token_ids.tolist(), [], True)
 
     def _output(self, family: Family) -> RequestOutput:
         request = family.request

@@ -27,7 +27,7 @@ from scheduler.engine import Engine
 from scheduler.outputs import RequestOutput
 from scheduler.policy import ORDERS, VICTIMS, Limits, Rules
 from scheduler.request import Request
-from scheduler.text import Tokenizer
+from scheduler.text import Tokenizer, prompt_salt, prompt_tokens
 from worker.checkpoints import peek, resolve
 from worker.device import pick_backend, pick_device, pick_dtype, pick_threads
 from worker.model_config import ModelConfig
@@ -286,7 +286,7 @@ class LLM:
         Returns how many tokens of it are cached.
         """
         _, tokens = self.tokens(prompt, chat=False)
-        return self.engine.pin(tokens, seconds, _salt(prompt))
+        return self.engine.pin(tokens, seconds, prompt_salt(prompt))
 
     def stream(
         self, prompt: Prompt | SequenceOf[Any], sampling_params: SamplingParams | None = None, *, chat: bool = False
@@ -329,7 +329,7 @@ class LLM:
             try:
                 text, tokens = self.tokens(item, chat)
                 request = self.engine.resolve(
-                    "", tokens, param, prompt=text, chat=chat, cache_salt=_salt(item), priority=class_
+                    "", tokens, param, prompt=text, chat=chat, cache_salt=prompt_salt(item), priority=class_
                 )
             except RequestError as error:
                 raise RequestError(f"prompt {i}: {error}", error.param) from None
@@ -338,26 +338,7 @@ class LLM:
 
     def tokens(self, prompt: Any, chat: bool) -> tuple[str | None, Any]:
         """The text of a prompt, where it is one, and its token ids."""
-        if chat:
-            return None, self.tokenizer.encode_chat(prompt)
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
-        if isinstance(prompt, str):
-            self.check_length(prompt)
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, (list, tuple, np.ndarray)):
-            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.80}", "prompt")
-        return None, prompt
-
-    def check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit before it is tokenised, which takes seconds for megabytes."""
-        least, most = self.tokenizer.min_tokens(text), self.engine.max_prompt_tokens
-        if least > most:
-            raise RequestError(
-                f"the prompt has {len(text)} characters, which are at least {least} tokens, and {most} are the most "
-                "that fit: shorten it",
-                "prompt",
-            )
+        return prompt_tokens(prompt, chat, self.tokenizer, self.engine.max_prompt_tokens)
 
     def collect(self, request_ids: Collection[str]) -> list[RequestOutput]:
         """What is new of these requests, which came in through `engine.add` or `queue`: runs a step if nothing is here.
@@ -400,11 +381,6 @@ class LLM:
             for request_id in numbers:
                 self.engine.abort(request_id)
                 self._mail.pop(request_id, None)
-
-
-def _salt(prompt: Any) -> str | None:
-    """`cache_salt` of a prompt that is a dict, as in vLLM."""
-    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
 
 
 def _is_one(prompts: Any, chat: bool) -> bool:

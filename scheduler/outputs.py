@@ -72,6 +72,26 @@ class RequestOutput:
     metrics: RequestMetrics | None = None  # of a request that has ended
 
 
+def join(first: RequestOutput, later: RequestOutput) -> None:
+    """Put into an output of a stream what came later in the same stream."""
+    parts = {part.index: part for part in first.outputs}
+    for new in later.outputs:
+        part = parts.get(new.index)
+        if part is None:
+            first.outputs.append(new)
+            continue
+        part.text += new.text
+        part.token_ids += new.token_ids
+        if part.logprobs is not None and new.logprobs is not None:
+            part.logprobs += new.logprobs
+        part.cumulative_logprob = new.cumulative_logprob
+        part.finish_reason, part.stop_reason = new.finish_reason, new.stop_reason
+    first.outputs.sort(key=lambda part: part.index)
+    first.finished, first.num_output_tokens = later.finished, later.num_output_tokens
+    first.num_cached_tokens, first.metrics = later.num_cached_tokens, later.metrics
+    first.prompt_logprobs = later.prompt_logprobs
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the engine began; `running`, `waiting` (requests) and the page counts are of now."""

@@ -82,7 +82,8 @@ class Scheduler:
         self.chunk_limit = None if rules.max_step_ms is None else ChunkLimit(rules.max_step_ms / 1000, least)
         self._scores_left = 0  # tokens that may still be scored in the step that is being planned
         self._mix = (0, 0)  # tokens of the step under way: decoded, of prompts
-        self.faults: list[Exception] = []  # in the texts of families that were ended for it; for the caller to take
+        # By request, in the texts of families that were ended for it; for the caller to take.
+        self.faults: list[tuple[str, Exception]] = []
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +124,7 @@ class Scheduler:
                 try:
                     self._end(family, sequence, "abort")
                 except Exception as error:  # noqa: BLE001  of a tokenizer, as in update()
-                    self.faults.append(error)
+                    self.faults.append((request_id, error))
                     sequence.text = None
                     self._end(family, sequence, "abort")
             self._finish(family)
@@ -582,7 +583,7 @@ class Scheduler:
 
     def _fault(self, family: Family, error: Exception) -> None:
         """Its text cannot be made: it ends without."""
-        self.faults.append(error)
+        self.faults.append((family.request.request_id, error))
         for sequence in family.sequences:
             sequence.text = None
         self.abort(family.request.request_id)
@@ -612,10 +613,10 @@ class Scheduler:
             for i, token in enumerate(tokens):
                 if i:
                     self._computed(family, sequence, 1)  # an accepted draft
+                if entries and (entry := entries[i]) is not None:
+                    sequence.logprobs.append(entry)  # before the token, at whose text a tokenizer may raise
                 self.stats.output_tokens += 1
                 reason = sequence.append(token)
-                if entries and (entry := entries[i]) is not None:
-                    sequence.logprobs.append(entry)
                 if reason is not None:
                     break
             if row.drafts:

@@ -7,8 +7,9 @@ half a character, never the beginning of what may become a stop string.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Tokenizer:
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._single: dict[tuple[int, bool], str] = {}
         self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._bytes = _byte_tokens(tokenizer)
         tokenizer.no_truncation()  # a file may ask for them, for the training that it comes from
         tokenizer.no_padding()
 
@@ -60,20 +62,31 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer's settings in {path} cannot be read: {error!r}") from None
         return cls(tokenizer, template, special)
 
-    def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Token ids, int32 [n], with the special tokens that the tokenizer itself adds. Raises RequestError."""
-        return self._encode(text, add_special_tokens=True, param="prompt")
+    def encode(self, text: str, most: int | None = None) -> npt.NDArray[np.int32]:
+        """Token ids, int32 [n], with the special tokens that the tokenizer itself adds.
 
-    def encode_chat(self, messages: SequenceOf[Mapping[str, Any]]) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation, int32 [n], up to where the assistant's answer begins.
+        most: refuse, before it is tokenised, a text that is sure to have more tokens. Raises RequestError.
+        """
+        return self._encode(text, True, "prompt", most)
+
+    def encode_chat(self, messages: SequenceOf[Mapping[str, Any]], most: int | None = None) -> npt.NDArray[np.int32]:
+        """Token ids of a conversation, int32 [n], up to where the assistant's answer begins; `most` as for `encode`.
 
         The template writes the special tokens, so none are added again. Raises RequestError.
         """
-        return self._encode(self._render(checked_messages(messages)), add_special_tokens=False, param="messages")
+        return self._encode(self._render(checked_messages(messages)), False, "messages", most)
 
     def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the tokenizer does not know are nothing."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text of token ids; ids that the tokenizer does not know are nothing.
+
+        As transformers decodes, but for byte tokens (of tokenizers with byte fallback) that are no UTF-8: of those
+        each that belongs to no character is one U+FFFD here. There the whole run of bytes becomes that, characters
+        before the fault too, and those a stream has long shown.
+        """
+        ids = list(token_ids)
+        if self._bytes and not self._bytes.keys().isdisjoint(ids):
+            return self._decode_bytes(ids, skip_special_tokens)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
@@ -92,7 +105,27 @@ class Tokenizer:
         # Every token stands for at most as many bytes as its name has characters, and a character is at least a byte.
         return 0 if self._tokenizer.normalizer is not None else -(-len(text) // self._longest)
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> npt.NDArray[np.int32]:
+    def _decode_bytes(self, ids: list[int], skip_special_tokens: bool) -> str:
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
+        named = ((i, self._tokenizer.id_to_token(i)) for i in ids if i not in hidden)
+        known = [(i, name) for i, name in named if name is not None]
+        names: list[str] = []
+        for are_bytes, run in groupby(known, lambda token: token[0] in self._bytes):
+            start, some = len(names), list(run)
+            names += (name for _, name in some)
+            if are_bytes:
+                for at in _no_characters(bytes(self._bytes[i] for i, _ in some)):
+                    names[start + at] = _REPLACEMENT
+        text: str = self._tokenizer.decoder.decode(names)
+        return text
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str, most: int | None) -> npt.NDArray[np.int32]:
+        if most is not None and (least := self.min_tokens(text)) > most:
+            raise RequestError(
+                f"the {param} {'have' if param == 'messages' else 'has'} {len(text)} characters, which are at least "
+                f"{least} tokens, and {most} are the most that fit: shorten it",
+                param,
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -117,6 +150,32 @@ class Tokenizer:
         return str(rendered[0])
 
 
+def prompt_tokens(prompt: Any, chat: bool, tokenizer: Tokenizer | None, most: int) -> tuple[str | None, Any]:
+    """The text of a prompt, where it is one, and its token ids, which are not looked at here.
+
+    prompt: text, token ids, or a dict with either, as in vLLM; with `chat` a conversation. A text that is sure to have
+    more than `most` tokens is refused before it is tokenised, which takes seconds for megabytes. Raises RequestError.
+    """
+    if not chat and isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+    if (chat or isinstance(prompt, str)) and tokenizer is None:
+        raise RequestError("text needs a tokenizer, and this engine has none: give token ids", "prompt")
+    if chat:
+        assert tokenizer is not None
+        return None, tokenizer.encode_chat(prompt, most)
+    if isinstance(prompt, str):
+        assert tokenizer is not None
+        return prompt, tokenizer.encode(prompt, most)
+    if not isinstance(prompt, (list, tuple, np.ndarray)):
+        raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.80}", "prompt")
+    return None, prompt
+
+
+def prompt_salt(prompt: Any) -> str | None:
+    """`cache_salt` of a prompt that is a dict, as in vLLM."""
+    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+
+
 def checked_messages(messages: Any) -> list[dict[str, str]]:
     """Messages as templates take them, text parts joined. Raises RequestError, which names the message at fault."""
     if not isinstance(messages, (list, tuple)) or not messages:
@@ -132,6 +191,28 @@ def checked_messages(messages: Any) -> list[dict[str, str]]:
             raise RequestError(f"messages[{i}].content must be text, or a list of text parts", "messages")
         result.append({"role": message["role"], "content": content})
     return result
+
+
+def _byte_tokens(tokenizer: FastTokenizer) -> dict[int, int]:
+    """Token id -> byte, where the tokenizer falls back to tokens of single bytes; else empty."""
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    capital_a = ids[ord("A")]
+    if capital_a is None or tokenizer.decode([capital_a]) != "A":
+        return {}
+    return {i: byte for byte, i in enumerate(ids) if i is not None}
+
+
+def _no_characters(data: bytes) -> Iterator[int]:
+    """Places of the bytes that belong to no UTF-8 character. More bytes behind change this of the last three only."""
+    start = 0
+    while True:
+        try:
+            data[start:].decode()
+        except UnicodeDecodeError as error:
+            yield from range(start + error.start, start + error.end)
+            start += error.end
+        else:
+            return
 
 
 def _is_text_part(part: Any) -> bool:

@@ -313,6 +313,27 @@ class FakeText:
         self.finishes += 1
 
 
+class FailingTokenizer:
+    """Raises when text is made for the n-th time."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("no text")
+        return " ".join(map(str, token_ids))
+
+    def decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self.decode([token_id], skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], False)
+
+
 def request(
     request_id: str,
     prompt: SequenceOf[int],

@@ -28,6 +28,32 @@ def test_the_tutorials_code_is_that_of_the_example() -> None:
         assert any(lines[i : i + len(wanted)] == wanted for i in range(len(lines))), block
 
 
+EMBEDDING = [  # of each snippet, by its section, what it prints last
+    ("The manager alone", "96 tokens are there already"),
+    ("An engine in a thread", "' Paris."),
+    ("AsyncLLM", "[8, 8]"),
+    ("An executor of your own", "[10, 11, 12, 13, 14]"),
+]
+
+
+def snippets() -> dict[str, str]:
+    """The code of docs/embedding.md by the heading above it."""
+    text = (HOME / "docs" / "embedding.md").read_text()
+    found = re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)
+    assert text.count("```python") == len(found)
+    return dict(found)
+
+
+def test_every_snippet_of_embedding_is_run() -> None:
+    assert list(snippets()) == [title for title, _ in EMBEDDING]
+
+
+@pytest.mark.parametrize(("title", "last"), EMBEDDING, ids=[title for title, _ in EMBEDDING])
+def test_a_snippet_of_embedding_runs_as_it_is(capsys: pytest.CaptureFixture[str], title: str, last: str) -> None:
+    exec(compile(snippets()[title], title, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.rstrip("\n").splitlines()[-1].startswith(last)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_without_torch(example: Path) -> None:
     """Both are about the memory half, which needs none."""

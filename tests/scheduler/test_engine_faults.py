@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
-from fakes import FakeExecutor, fake_engine, idle, solo
+from fakes import FailingTokenizer, FakeExecutor, fake_engine, idle, solo
 
 import paged
 from paged import BeamSearchParams, RequestOutput, SamplingParams
@@ -224,24 +224,6 @@ def test_ctrl_c_at_any_line_leaves_everything_sound_and_loses_no_answer() -> Non
         assert found == expected, f"line event {strike_at}"
 
 
-class FailingTokenizer:
-    """Raises when text is made for the n-th time."""
-
-    special_ids: frozenset[int] = frozenset()
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError("no text")
-        return " ".join(map(str, token_ids))
-
-    def decode_one(self, token_id: int, skip_special_tokens: bool) -> str:
-        return self.decode([token_id], skip_special_tokens)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", range(1, 16))
 def test_what_a_tokenizer_raises_ends_one_request_and_loses_no_answer(n: int, stream: bool) -> None:
@@ -291,3 +273,43 @@ def test_a_request_is_aborted_though_its_text_cannot_be_made() -> None:
     with pytest.raises(RuntimeError, match="no text"):
         engine.step()
     assert not engine.has_work
+
+
+def test_a_step_that_raises_names_its_requests() -> None:
+    """The first prompt takes the whole budget of steps 0 to 2; the second has no row in them."""
+    fake = FakeExecutor(41, 4, raise_at={1: RuntimeError()})
+    engine, _ = fake_engine(40, 4, budget=8, executor=fake)
+    for name in ("a", "b"):
+        engine.add(name, [*PROMPT] * 4, greedy(2))
+    engine.step()
+    assert not engine.failed
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert engine.failed == ("a",)
+    assert engine.abort("a") is not None
+    assert [output.request_id for output in run(engine)] == ["b"]
+    assert not engine.failed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", range(1, 9))
+def test_an_output_that_cannot_be_made_ends_its_request_and_no_other(n: int, stream: bool) -> None:
+    """The text of single tokens beside log-probabilities; nobody has to compute anything again."""
+    engine, _ = fake_engine(40, 4, tokenizer=cast(Any, FailingTokenizer(n)))
+    engine.add("a", [1, 2], greedy(3, logprobs=1), stream=stream)
+    engine.add("b", [5, 6], greedy(4), stream=stream)
+    found: list[RequestOutput] = []
+    failed: list[str] = []
+    while engine.has_work:
+        try:
+            found += engine.step()
+        except RuntimeError:
+            failed += engine.failed
+        engine.scheduler.check()
+    assert len(failed) == 1
+    assert sorted(output.request_id for output in found if output.finished) == ["a", "b"]
+    other = "b" if failed == ["a"] else "a"
+    given = [token for output in found if output.request_id == other for token in tokens(output)]
+    assert given == (solo([5, 6], 4) if other == "b" else solo([1, 2], 3))
+    assert engine.stats.recomputed_tokens == 0
+    assert idle(engine.scheduler.manager)

@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters, stop strings, and the same as decoding at once (cases T01 T03 T05 T06 T08)."""
+"""Text: stop strings, chats, what a tokenizer may be like (cases T03 T05 T08)."""
 
 from __future__ import annotations
 
@@ -41,19 +41,6 @@ def stream(tokenizer: Tokenizer, ids: list[int], **params: Any) -> tuple[list[st
         deltas.append(text.take_delta())
     text.finish()
     return [*deltas, text.take_delta()], text
-
-
-def test_t01_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:
-    assert stream(tokenizer, [10813, 230, 131])[0] == ["", "", "\U0001f336", ""]
-    astronaut = [10813, 235, 119, 321, 231, 10813, 244, 218]
-    deltas, text = stream(tokenizer, astronaut)
-    assert "".join(deltas) == text.text == tokenizer.decode(astronaut)
-    assert not any("\ufffd" in delta for delta in deltas)
-
-
-def test_t01_a_character_that_is_cut_is_one_mark_at_the_end(tokenizer: Tokenizer) -> None:
-    assert stream(tokenizer, [10813, 230])[0] == ["", "", "\ufffd"]
-    assert tokenizer.decode([10813, 230]) == "\ufffd"
 
 
 STOPS = [
@@ -106,27 +93,8 @@ def test_t05_a_tokenizer_that_adds_bos_does_not_double_it(tmp_path: Path, smollm
     assert tokenizer.encode_chat([{"role": "user", "content": "Hello"}]).tolist() == [0, 19556]
 
 
-@pytest.mark.parametrize("ids", [[38699, 905], [216, 905], [2, 38699], [216, 216, 33]])
-def test_t06_spaces_are_kept(tokenizer: Tokenizer, ids: list[int]) -> None:
-    deltas, text = stream(tokenizer, ids)
-    assert "".join(deltas) == text.text == tokenizer.decode(ids)
-    assert stream(tokenizer, [38699, 905])[1].text == " Hello world"
-
-
-def test_t08_an_id_beyond_the_tokenizer_is_nothing(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode([49160]) == tokenizer.token_text(49160) == ""
-    assert stream(tokenizer, [38699, 49160, 905])[1].text == " Hello world"
-
-
 # Bytes that begin characters, special tokens, spaces and ordinary words, all likely.
 TOKENS = st.one_of(st.integers(0, 300), st.sampled_from([10813, 235, 119, 321, 231, 2, 1]), st.integers(0, 49151))
-
-
-@given(ids=st.lists(TOKENS, max_size=40), skip=st.booleans())
-def test_a_stream_is_decoding_at_once(ids: list[int], skip: bool) -> None:
-    tokenizer = cached_tokenizer()
-    deltas, text = stream(tokenizer, ids, skip_special_tokens=skip)
-    assert "".join(deltas) == text.text == tokenizer.decode(ids, skip)
 
 
 # Few words, so that stop strings come again; 459 is a space and the first bytes of a character.
