@@ -53,6 +53,21 @@ class _Lane:
         # Tokens that are computed after the step, int64 [families].
         self.lengths = np.fromiter((sequence.num_tokens for sequence in self.sequences), np.int64, len(families))
 
+    def add(self, family: Family) -> None:
+        (sequence,) = family.sequences
+        self.families.append(family)
+        self.sequences.append(sequence)
+        self.ids.append(sequence.seq_id)
+        self.buffers.append(sequence.buffer)
+        self.rows.append(sequence.row)
+        self.lengths = np.append(self.lengths, sequence.num_tokens)
+
+    def remove(self, family: Family) -> None:
+        i = self.families.index(family)
+        for entries in (self.families, self.sequences, self.ids, self.buffers, self.rows):
+            del entries[i]
+        self.lengths = np.delete(self.lengths, i)
+
 
 class Scheduler:
     """Requests go in by `add`; `schedule` and `update` alternate, one step under way at most."""
@@ -76,7 +91,7 @@ class Scheduler:
         self._forget: list[int] = []  # sequences that the worker is to forget
         self._under_way: Step | None = None
         self._restart = True
-        self._lane: _Lane | None = None  # None: the steady families are others than before
+        self._lane: _Lane | None = None  # of all that are steady; None: they are others than before
         self._lane_under_way: _Lane | None = None
         least = policy.least_chunk(limits)
         self.chunk_limit = None if rules.max_step_ms is None else ChunkLimit(rules.max_step_ms / 1000, least)
@@ -199,7 +214,9 @@ class Scheduler:
             if new:
                 changed[family] = None
                 if self._is_steady(family):
-                    family.steady, self._lane = True, None
+                    family.steady = True
+                    if self._lane is not None:
+                        self._lane.add(family)
         self._count_pages()
         return list(changed)
 
@@ -257,7 +274,7 @@ class Scheduler:
         if self.senior is not None:
             assert self.is_live(self.senior.request.request_id)
         if self._lane is not None and self._under_way is None:
-            assert self._lane.families == [family for family in self.running if family.steady]
+            assert sorted(self._lane.families, key=_key) == [family for family in self.running if family.steady]
             assert self._lane.lengths.tolist() == [sequence.num_tokens for sequence in self._lane.sequences]
 
     def _new_id(self) -> int:
@@ -296,7 +313,7 @@ class Scheduler:
             self._lane = _Lane([family for family in self.running if family.steady])
         lane = self._lane
         if len(lane.ids) > room - used:
-            first = sorted(lane.families, key=lambda family: family is not senior)
+            first = sorted(lane.families, key=lambda family: (family is not senior, family.key))
             lane = _Lane(first[: room - used])
         while lane.ids:
             try:
@@ -568,13 +585,13 @@ class Scheduler:
             if n + 1 == sequence.end_at or token in sequence.stops:
                 ended.append(i)
         lane.lengths += 1
+        over = [(families[i], sequences[i], token_ids[i]) for i in ended]
         self.stats.computed_tokens += len(ids)
         self.stats.output_tokens += len(ids)
         changed.update(dict.fromkeys(families))
-        for i in ended:
-            family, sequence = families[i], sequences[i]
+        for family, sequence, token in over:
             try:
-                reason = sequence.ending(token_ids[i])
+                reason = sequence.ending(token)
                 assert reason is not None
                 self._end(family, sequence, reason)
                 self._finish(family)
@@ -717,7 +734,11 @@ class Scheduler:
 
     def _leave_lane(self, family: Family) -> None:
         if family.steady:
-            family.steady, self._lane = False, None
+            family.steady = False
+            if self._under_way is not None:
+                self._lane = None  # what it was when the step was made is still wanted
+            elif self._lane is not None:
+                self._lane.remove(family)
 
     def _leave(self, sequence: Sequence) -> None:
         """Its pages are given back, if it has any, and the worker forgets it."""
