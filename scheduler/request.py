@@ -69,6 +69,7 @@ class Request:
     eos_token_ids: frozenset[int]  # the model's own; empty with ignore_eos
     cache_salt: str | None = None  # pages are shared only with requests of the same salt
     beams: BeamSearchParams | None = None
+    bad_phrases: tuple[tuple[int, ...], ...] = ()  # bad_words in tokens
 
     @property
     def peak_tokens(self) -> int:

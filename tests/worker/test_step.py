@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from paged import Move, RequestError, SamplingParams
 from worker.sampler import sample
@@ -30,7 +29,7 @@ def test_a_temperature_may_be_any_whole_number_that_is_a_float(temperature: floa
     """torch cannot divide by a Python int of more than 64 bits: one such request must not fail everyone's step."""
     params = SamplingParams(temperature=temperature, top_p=1, min_p=0)
     assert [type(v) for v in (params.temperature, params.top_p, params.min_p)] == [float] * 3
-    assert sample(torch.zeros(1, 4), [params], [0.6]) == [2]
+    assert sample(np.zeros(4, dtype=np.float32), params, 0.6) == 2
 
 
 @pytest.mark.parametrize(
