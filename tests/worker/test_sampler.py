@@ -162,6 +162,16 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [1, None, "yes"],
     "skip_special_tokens": [0],
     "include_stop_str_in_output": ["no"],
+    "repetition_penalty": [0, -1, 101, math.nan, math.inf, None, "a", True],
+    "presence_penalty": [-2.1, 2.1, math.nan, math.inf, "a", None],
+    "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf, "a", None],
+    "logit_bias": [
+        *([1], "a", 5, {"5": 1.0}, {1.0: 1.0}, {True: 1.0}, {None: 1.0}, [(1, 2, 3)], [[1, 2.0]]),
+        *({5: "a"}, {5: None}, {5: True}, {5: math.nan}, {5: math.inf}, {5: 100.1}, {5: -101}, {5: 10**400}),
+    ],
+    "allowed_token_ids": [[], (), set(), ["a"], "a", [1.5], [True], [None]],
+    "bad_words": ["", ["a", ""], [1], 5, b"a"],
+    "min_tokens": [-1, 1.5, "a", True, None, 2**40],
 }
 
 
