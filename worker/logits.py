@@ -53,7 +53,7 @@ class Rules:
         for phrase in reset.bad_phrases:
             if len(phrase) > 1:
                 self._bad_ends[phrase[-2]].append((list(phrase[:-1]), phrase[-1]))
-        self._weighs = (
+        self.weighs = (  # whether `weigh` does anything
             len(self._biased) > 0 or self._repetition != 1.0 or self._frequency != 0.0 or self._presence != 0.0
         )
 
@@ -78,7 +78,7 @@ class Rules:
         bad = [
             last
             for before, last in self._bad_ends.get(int(tokens[-1]), ())
-            if len(before) <= len(tokens) and tokens[-len(before) :].tolist() == before
+            if tokens[-len(before) :].tolist() == before
         ]
         if bad or self._bad_tokens:
             result.append(np.asarray(self._bad_tokens + bad))
@@ -94,18 +94,12 @@ class Rules:
         if len(self._biased):
             row[self._biased] += self._biases
         if self._repetition != 1.0:
-            seen = np.unique(tokens)
-            values = row[seen]
-            row[seen] = np.where(values > 0, values / self._repetition, values * self._repetition)
+            values = row[tokens]  # of a token that comes again the same again
+            row[tokens] = np.where(values > 0, values / self._repetition, values * self._repetition)
         if self._frequency != 0.0 or self._presence != 0.0:
             seen, counts = np.unique(tokens[self._num_prompt :], return_counts=True)
             row[seen] -= (self._frequency * counts).astype(np.float32)
             row[seen] -= np.float32(self._presence)
-
-    @property
-    def weighs(self) -> bool:
-        """Whether `weigh` does anything."""
-        return self._weighs
 
 
 def processed(row: Floats, tokens: Ids, rules: Rules | None, mask: bytes | None) -> Floats:
