@@ -130,6 +130,7 @@ class Engine:
         if sampling.bad_words and self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer, this engine has none", "bad_words")
         phrases = self.tokenizer.phrases(sampling.bad_words) if self.tokenizer and sampling.bad_words else ()
+        phrases = tuple(ids for ids in phrases if max(ids) < self._vocab_size)  # others cannot come about
         eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
         policy.check_tokens(sampling, phrases, eos_token_ids, self._vocab_size)
         num_sequences = sampling.n if beams is None else beams.beam_width

@@ -10,10 +10,11 @@ import pytest
 import torch
 from fakes import Rig, fake_engine, request
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, normalizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from paged import LLM, RequestError, SamplingParams
-from scheduler.policy import check_tokens
+from scheduler.engine import Engine
+from scheduler.policy import Limits, check_tokens
 from scheduler.text import TextStream, Tokenizer
 from worker.checkpoints import Checkpoint
 
@@ -121,6 +122,15 @@ def test_bad_words_without_a_tokenizer_are_refused() -> None:
         engine.add("r", [1, 2], SamplingParams(bad_words=["a"]))
     assert caught.value.param == "bad_words"
     assert not engine.has_work
+
+
+def test_a_bad_word_that_the_model_has_no_token_for_is_no_matter() -> None:
+    """A tokenizer may know more tokens than the model: the worker, which has no logit for them, is not told."""
+    words = FastTokenizer(models.WordLevel({"a": 0, "b": 5, "c": 1000}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    executor = fake_engine(16, 4)[1]
+    engine = Engine(executor, Tokenizer(words, None, {}), Limits(64, 16, 4), vocab_size=1000)
+    assert engine.resolve("r", [1, 2], SamplingParams(bad_words=["b", "c", "b c", "b b"])).bad_phrases == ((5,), (5, 5))
 
 
 # What is refused
