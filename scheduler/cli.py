@@ -70,6 +70,11 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="keep the k likeliest tokens")] = None,
     top_p: Annotated[float, typer.Option(help="keep the likeliest tokens up to this probability")] = 1.0,
     min_p: Annotated[float, typer.Option(help="keep tokens at least this fraction as likely as the likeliest")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="over 1: less of what is there already")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="taken from logits of tokens in the output")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="the same for each time that they are there")] = 0.0,
+    bad_words: Annotated[list[str] | None, typer.Option(help="text that must not come; may be given again")] = None,
+    min_tokens: Annotated[int, typer.Option(help="do not end before so many tokens")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given again")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the model's end tokens")] = False,
 ) -> None:
@@ -85,6 +90,11 @@ def generate(
         max_tokens=max_tokens,
         stop=stop,
         ignore_eos=ignore_eos,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        bad_words=bad_words,
+        min_tokens=min_tokens,
     )
     from scheduler.llm import LLM
 

@@ -25,7 +25,7 @@ from scheduler.request import Family, Request, Sequence, State, TextSink
 from scheduler.scheduler import Scheduler
 from scheduler.text import TextStream, Tokenizer
 from worker.executor import Executor
-from worker.step import Logprobs, SamplingParams
+from worker.step import Logprobs, SamplingParams, check_min_tokens
 
 
 class Engine:
@@ -146,18 +146,27 @@ class Engine:
         sampling = params if isinstance(params, SamplingParams) else _greedy(params)
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, this engine has none", "stop")
+        if sampling.bad_words and self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, this engine has none", "bad_words")
+        phrases = self.tokenizer.phrases(sampling.bad_words) if self.tokenizer and sampling.bad_words else ()
+        phrases = tuple(ids for ids in phrases if max(ids) < self._vocab_size)  # others cannot come about
+        eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
+        policy.check_tokens(sampling, phrases, eos_token_ids, self._vocab_size)
         num_sequences = sampling.n if beams is None else beams.beam_width
+        max_tokens = policy.resolve_max_tokens(len(tokens), sampling.max_tokens, chat, self.limits, num_sequences)
+        check_min_tokens(sampling.min_tokens, max_tokens)
         return Request(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=tokens,
             params=sampling,
-            max_tokens=policy.resolve_max_tokens(len(tokens), sampling.max_tokens, chat, self.limits, num_sequences),
+            max_tokens=max_tokens,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-            eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
+            eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
             beams=beams,
             priority=priority,
+            bad_phrases=phrases,
         )
 
     def step(self) -> list[RequestOutput]:

@@ -17,10 +17,11 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Fields that mean the same here, by our name; vLLM's additions to OpenAI's included.
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
-    *("include_stop_str_in_output", "skip_special_tokens", "n"),
+    *("include_stop_str_in_output", "skip_special_tokens", "n", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
 )
 # Fields of which only the value that changes nothing is supported.
-_FIXED: dict[str, Any] = {"stream": False, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+_FIXED: dict[str, Any] = {"stream": False}
 _FIXED_COMPLETIONS: dict[str, Any] = {"echo": False, "best_of": 1, "suffix": ""}
 _IGNORED = ("model", "user", "metadata", "store")
 
@@ -39,6 +40,8 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
         if name in fixed and value != fixed[name]:
             raise RequestError(f"{name} {value!r:.80} is not supported, only {fixed[name]!r}", name)
     values = {name: given[name] for name in _SAMPLING if name in given}
+    if "logit_bias" in values:
+        values["logit_bias"] = _logit_bias(values["logit_bias"])
     if chat:
         if "max_completion_tokens" in given:
             limit = given["max_completion_tokens"]
@@ -54,6 +57,18 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
         if error.param is None or theirs is None or theirs not in given:
             raise
         raise RequestError(theirs + str(error).removeprefix(error.param), theirs) from None
+
+
+def _logit_bias(given: Any) -> Any:
+    """Its keys, which JSON can only have as strings, as token ids; what else is wrong SamplingParams will say."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias must be an object of token ids and numbers, not {given!r:.80}", "logit_bias")
+    biases = {}
+    for key, bias in ((str(token), bias) for token, bias in given.items()):
+        if not (key.isascii() and key.isdigit()) or str(int(key[:20])) != key:
+            raise RequestError(f"logit_bias: {key!r:.80} is no token id", "logit_bias")
+        biases[int(key)] = bias
+    return biases
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from paged.block_table import Windows, pages_for, peak_pages
 from paged.errors import RequestError
 from paged.manager import KVCacheManager
 from scheduler.request import Family, Request
+from worker.step import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # vLLM's and OpenAI's default
 
@@ -110,6 +112,33 @@ def resolve_max_tokens(num_prompt: int, max_tokens: int | None, chat: bool, limi
             "max_tokens",
         )
     return max_tokens
+
+
+def check_tokens(
+    params: SamplingParams, phrases: Iterable[SequenceOf[int]], eos_token_ids: Iterable[int], vocab_size: int
+) -> None:
+    """Raises RequestError for biases and allowed tokens that the model does not have, and where no token is left.
+
+    phrases: bad_words in tokens; those of one token are banned everywhere. What phrases of several ban depends on the
+    tokens before, and is for the worker.
+    """
+    allowed = params.allowed_token_ids
+    for name, ids in (("logit_bias", [token for token, _ in params.biases]), ("allowed_token_ids", allowed or ())):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"{name}: token id {token} is not one of the model's, 0 to {vocab_size - 1}", name)
+    banned = {token for token, bias in params.biases if bias == -math.inf} | {p[0] for p in phrases if len(p) == 1}
+    if params.min_tokens:
+        banned.update(eos_token_ids, params.stop_token_ids or ())
+    if not banned or (allowed is None and len(banned) < vocab_size):
+        return
+    left = set(range(vocab_size) if allowed is None else allowed) - banned
+    if not left:
+        raise RequestError(
+            f"none of the {vocab_size if allowed is None else len(set(allowed))} allowed tokens is left: logit_bias, "
+            "bad_words, and before min_tokens the end tokens, ban them all",
+            "logit_bias" if allowed is None else "allowed_token_ids",
+        )
 
 
 def _for(n: int) -> str:

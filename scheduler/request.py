@@ -74,6 +74,7 @@ class Request:
     cache_salt: str | None = None  # pages are shared only with requests of the same salt
     beams: BeamSearchParams | None = None
     priority: int = 0  # class, the lower the earlier
+    bad_phrases: tuple[tuple[int, ...], ...] = ()  # bad_words in tokens
 
     @property
     def peak_tokens(self) -> int:

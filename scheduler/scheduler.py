@@ -546,16 +546,20 @@ class Scheduler:
             sequence.replaced = False
             return Row(sequence.seq_id, num_tokens, changes, samples, token=token, drafts=guesses, scores=scores)
         sequence.known_to_worker, sequence.replaced = True, False
-        params = sequence.request.params
+        request = sequence.request
+        params = request.params
+        ends = (*request.eos_token_ids, *(params.stop_token_ids or ())) if params.min_tokens else ()
         reset = Reset(
             sequence.tokens.copy(),
             tuple(tuple(self.manager.table(sequence.seq_id, g).pages) for g in range(len(self.manager.windows))),
             sequence.num_computed,
             params,
-            sequence.request.seed,
+            request.seed,
             sequence.index,
             sequence.num_prompt,
             family.search.num_candidates if family.search else params.logprobs,
+            end_token_ids=ends,
+            bad_phrases=request.bad_phrases,
         )
         return Row(sequence.seq_id, num_tokens, (), samples, reset, drafts=guesses, scores=scores)
 

@@ -100,6 +100,18 @@ class Tokenizer:
         """One token by itself, special ones too; bytes that are no character show as U+FFFD."""
         return self.decode_one(token_id, skip_special_tokens=False)
 
+    def phrases(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each of SamplingParams.bad_words, as it is and behind a space. Raises RequestError."""
+        result: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip(" ") or word
+            for text in (bare, f" {bare}"):
+                ids = tuple(self._encode(text, add_special_tokens=False, param="bad_words", most=None).tolist())
+                if not ids:
+                    raise RequestError(f"bad_words: {word!r:.80} has no tokens", "bad_words")
+                result[ids] = None
+        return tuple(result)
+
     def min_tokens(self, text: str) -> int:
         """A lower bound of the tokens of `text`, without tokenising it; 0 where the text may be shortened first."""
         # Every token stands for at most as many bytes as its name has characters, and a character is at least a byte.
@@ -235,7 +247,7 @@ class TextStream:
         self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._stops = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
-        self._longest_stop = max(map(len, self._stops), default=0)
+        self._free = params.min_tokens  # tokens whose text cannot end this
         self._ids: list[int] = []
         # ids[before:read] were shown last; they are decoded again, for what a decoder does at a text's beginning.
         self._before = self._read = 0
@@ -248,6 +260,7 @@ class TextStream:
 
     def push(self, token_id: int) -> bool:
         """Take the next token. True when a stop string is complete: the text ends there, and no more may be pushed."""
+        self._free -= 1
         if token_id in self._hidden:
             return False
         self._ids.append(token_id)
@@ -296,9 +309,12 @@ class TextStream:
         return shown, decode(ids[before:], skip)
 
     def _append(self, new: str) -> bool:
-        start = max(0, len(self._text) - self._longest_stop + 1)  # a match ends in what is new
+        before = len(self._text)
         self._text += new
-        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
+        if self._free >= 0:
+            return False
+        # A match ends in what is new.
+        found = [(at, s) for s in self._stops if (at := self._text.find(s, max(0, before - len(s) + 1))) >= 0]
         if not found:
             return False
         at, self.stop_reason = min(found)

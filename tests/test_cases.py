@@ -1,9 +1,10 @@
-"""Cases of the field that name real tokens: SmolLM2 in float32, through the whole engine (A01, N01, S08, S12)."""
+"""Cases of the field that name real tokens: SmolLM2 in float32, through the whole engine (A01, N01, S08, S11, S12)."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from worker.checkpoints import Checkpoint
 
 FOX = [504, *[2365, 6354, 16438, 27003, 690, 260, 23790, 2767, 30, 378] * 3, 2365]  # 32 tokens
 FRANCE = "The capital of France is"
+ALPHABET = "Here is the English alphabet: A B C"
 
 
 @pytest.fixture
@@ -49,6 +51,7 @@ def test_n01_a_seeded_request_is_the_same_in_any_company(llm: LLM) -> None:
         return tokens
 
     unseeded = SamplingParams(temperature=0.8, max_tokens=16)
+    preemptions = llm.engine.stats.preemptions
     alone = ids(llm, FRANCE, seeded)
     runs = [
         beside(unseeded),
@@ -59,6 +62,7 @@ def test_n01_a_seeded_request_is_the_same_in_any_company(llm: LLM) -> None:
         beside(SamplingParams(temperature=0.8, seed=7, max_tokens=2)),
     ]
     assert runs == [alone] * 6
+    assert llm.engine.stats.preemptions == preemptions + 1
     assert len({tuple(ids(llm, FRANCE, unseeded)) for _ in range(10)}) > 1
 
 
@@ -78,6 +82,51 @@ def test_s08_an_empty_prompt_is_refused_whole_and_nobody_notices(llm: LLM, promp
         llm.generate(prompts, SamplingParams(max_tokens=2))
     assert llm.engine.stats.num_steps == 0
     assert ids(llm, FRANCE, SamplingParams(temperature=0, max_tokens=2)) == [7042, 30]
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "reason", "count"),
+    [
+        ({"stop": "F", "min_tokens": 5}, " D E F G H I J K", "length", 8),
+        ({"stop": "G", "min_tokens": 3}, " D E F ", "stop", 4),
+        ({"stop": "F", "min_tokens": 3}, " D E F G H I J K", "length", 8),
+        ({"stop": "F", "min_tokens": 2}, " D E ", "stop", 3),
+        ({"stop": ["F", " H I J"], "min_tokens": 5}, " D E F G", "stop", 7),
+    ],
+)
+def test_s11_a_stop_string_counts_once_min_tokens_are_there(
+    llm: LLM, params: dict[str, Any], text: str, reason: str, count: int
+) -> None:
+    """Streamed and at once. The third and fourth are at the border; in the last a string begins within min_tokens."""
+    wanted = SamplingParams(temperature=0, max_tokens=8, **params)
+    output = llm.generate(ALPHABET, wanted)[0].outputs[0]
+    assert (output.text, output.finish_reason, len(output.token_ids)) == (text, reason, count)
+    parts = list(llm.stream(ALPHABET, wanted))
+    assert "".join(part.outputs[0].text for part in parts) == text
+    assert parts[-1].outputs[0].finish_reason == reason
+
+
+@pytest.mark.parametrize("more", [{}, {"stop_token_ids": [9]}, {"ignore_eos": True, "stop_token_ids": [2]}])
+@pytest.mark.parametrize("n", [1, 2])
+def test_s11_end_tokens_come_once_min_tokens_are_there(llm: LLM, more: dict[str, Any], n: int) -> None:
+    """The model's end token is the best at every step, a stop token the next where there is one, then token 7."""
+    biases = {2: 100.0, 9: 75.0 if more.get("stop_token_ids") == [9] else 0.0, 7: 50.0}
+    temperature = 0 if n == 1 else 0.1
+    params = SamplingParams(temperature=temperature, seed=1, n=n, min_tokens=2, max_tokens=5, logit_bias=biases, **more)
+    for output in llm.generate(FRANCE, params)[0].outputs:
+        assert (output.token_ids, output.finish_reason) == ([7, 7, 2], "stop")
+        assert llm.engine.tokenizer is not None
+        assert output.text == llm.engine.tokenizer.decode([7, 7])
+    free = SamplingParams(temperature=0, min_tokens=2, max_tokens=5, ignore_eos=True, logit_bias=biases)
+    assert ids(llm, FRANCE, free) == [2] * 5, "an end token that ends nothing is not held back"
+
+
+def test_s11_more_tokens_than_there_may_be_are_refused(llm: LLM) -> None:
+    """Where max_tokens is unset, its default counts."""
+    with pytest.raises(RequestError, match="min_tokens 6 is more than max_tokens 5"):
+        llm.generate(FRANCE, SamplingParams(min_tokens=6, max_tokens=5))
+    with pytest.raises(RequestError, match="min_tokens 17 is more than max_tokens 16"):
+        llm.generate(FRANCE, SamplingParams(min_tokens=17))
 
 
 def test_s12_several_end_tokens(smollm2: Checkpoint, tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ from torch import Tensor
 from paged.attention import AttentionMetadata
 from paged.errors import StepError
 from paged.manager import TableChange
+from worker.logits import Rules
 from worker.step import Reset, Row
 
 
 class SequenceState:
     """The worker's own copy of one sequence: its tokens, its block tables, and how far it is computed."""
 
-    __slots__ = ("num_computed", "num_pages", "num_tokens", "pages", "reset", "tokens")
+    __slots__ = ("num_computed", "num_pages", "num_tokens", "pages", "reset", "rules", "tokens")
 
     def __init__(self, reset: Reset) -> None:
         self.num_tokens = len(reset.tokens)
@@ -39,6 +40,7 @@ class SequenceState:
         self.pages[:, : self.num_pages] = reset.tables
         self.num_computed = reset.num_computed
         self.reset = reset  # its parameters
+        self.rules = Rules.of(reset)
 
     def guess(self, token_ids: SequenceOf[int]) -> None:
         """Write tokens after the last, without counting them."""

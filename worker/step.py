@@ -8,7 +8,9 @@ refuses a gap.
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +25,7 @@ from paged.pages import Mark, Move
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 _MAX_FLOAT = sys.float_info.max
+MAX_BIAS = 100.0  # OpenAI's
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax: dividing by it could only overflow
 
 
@@ -32,6 +35,34 @@ def _as_tuple(value: object, item: type, name: str) -> tuple[object, ...]:
     if not isinstance(items, (list, tuple, set, frozenset)) or not all(type(i) is item for i in items):
         raise RequestError(f"{name} must be {item.__name__} or a list of them, not {value!r:.80}", name)
     return tuple(items)
+
+
+def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
+    """A mapping of token ids to biases, or its pairs, as pairs by id; anything else is refused."""
+    given = () if value is None else tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(given, (list, tuple)) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        raise RequestError(f"logit_bias must map token ids to numbers, not {value!r:.80}", "logit_bias")
+    pairs = dict[int, float]()
+    for token, bias in given:
+        if type(token) is not int:
+            raise RequestError(f"logit_bias must map token ids, whole numbers, not {token!r:.80}", "logit_bias")
+        number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not number or not (-MAX_BIAS <= bias <= MAX_BIAS or bias == -math.inf):
+            raise RequestError(
+                f"logit_bias of token {token} must be a number [{-MAX_BIAS:g}, {MAX_BIAS:g}], or -inf to ban it, not "
+                f"{bias!r:.80}",
+                "logit_bias",
+            )
+        pairs[token] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    """Raises RequestError if a sequence would have to be longer than it may."""
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens {min_tokens} is more than max_tokens {max_tokens}: lower it, or raise max_tokens", "min_tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +85,19 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     n: continuations of the prompt; each draws its own random numbers, of the seed and its index.
     prompt_logprobs: what `logprobs` gives, of the prompt's tokens, each after those before it.
+    repetition_penalty: positive logits of tokens that the prompt or the output holds are divided by it, others
+        multiplied; in [0.01, 100], 1 changes nothing.
+    presence_penalty, frequency_penalty: taken from the logit of each token of the output, once and for each time that
+        it is there; in [-2, 2].
+    logit_bias: token id to what is added to its logit, in [-100, 100], or -inf, which bans it. Kept as pairs by id.
+    allowed_token_ids: the only ones that may be sampled; None allows all.
+    bad_words: words and phrases that must not come about, with or without a space before them: the token that would
+        complete one is banned. A phrase counts as the tokenizer writes it by itself; one that lies in prompt and output
+        counts too.
+    min_tokens: end tokens and stop_token_ids cannot be sampled before so many tokens are there, and stop strings do not
+        count that are complete by then.
+
+    The order in which these apply stands in worker.logits. Greedy rows obey them too.
 
     Raises RequestError, which names the field, for a value out of range.
     """
@@ -72,19 +116,31 @@ class SamplingParams:
     skip_special_tokens: bool = True
     n: int = 1
     prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | SequenceOf[tuple[int, float]] | None = None
+    allowed_token_ids: SequenceOf[int] | None = None
+    bad_words: str | SequenceOf[str] | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, _MAX_FLOAT)
         self._number("top_p", 0.0, 1.0, low_open=True)
         self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 0.01, 100.0)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
         self._integer("top_k", -1, 2**31)
         if self.top_k in (0, -1):
             object.__setattr__(self, "top_k", None)
         self._integer("seed", -(2**63), 2**64 - 1)
-        if self.n is None:
-            raise RequestError("n must be a whole number of at least 1, not None", "n")
-        self._integer("n", 1, 2**31)
+        for name, least in (("n", 1), ("min_tokens", 0)):
+            if getattr(self, name) is None:
+                raise RequestError(f"{name} must be a whole number of at least {least}, not None", name)
+            self._integer(name, least, 2**31)
         self._integer("max_tokens", 0, 2**31)
+        check_min_tokens(self.min_tokens, self.max_tokens)
         self._integer("logprobs", 0, MAX_LOGPROBS)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -97,6 +153,16 @@ class SamplingParams:
             raise RequestError(f"stop holds {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", "stop")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids, int, "stop_token_ids"))
+        bad_words = _as_tuple(self.bad_words, str, "bad_words")
+        if "" in bad_words:
+            raise RequestError("bad_words must not hold an empty string: it is in every text", "bad_words")
+        object.__setattr__(self, "bad_words", bad_words)
+        object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple(self.allowed_token_ids, int, "allowed_token_ids")
+            if not allowed:
+                raise RequestError("allowed_token_ids is empty: leave it out to allow all tokens", "allowed_token_ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
 
     @property
     def greedy(self) -> bool:
@@ -106,6 +172,11 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as what it was made into: a tuple."""
         return cast("tuple[str, ...]", self.stop)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as what it was made into: pairs of token id and bias, by id."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
 
     def _number(self, name: str, low: float, high: float, low_open: bool = False) -> None:
         value = getattr(self, name)

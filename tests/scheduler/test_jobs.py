@@ -112,7 +112,22 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"n": 1000}, "n"),
     ({"stream": True}, "stream"),
     ({"echo": True}, "echo"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"07": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"49152": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": "a"}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"min_tokens": 17, "max_tokens": None}, "min_tokens"),
     ({"stop": ""}, "stop"),
     ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -133,6 +148,30 @@ def test_a_bad_field_is_named(llm: LLM, tmp_path: Path) -> None:
     assert status(records) == [400] * len(BAD_BODIES)
     assert [r["response"]["body"]["error"]["param"] for r in records] == [param for _, param in BAD_BODIES]
     assert "did you mean temperature?" in message(records[2])
+
+
+def test_penalties_biases_and_bans_are_openais_and_vllms(llm: LLM, tmp_path: Path) -> None:
+    """Without any of them the answer to `line` begins " Paris." (7042, 30)."""
+    lines = [
+        line("a", logit_bias={"7042": -100}),
+        line("b", logit_bias={"42": 100, "7042": 0}, max_tokens=2),
+        line("c", bad_words=["Paris"], allowed_token_ids=[7042, 42, 30], max_tokens=2),
+        line(
+            "d", logit_bias={"42": 100}, presence_penalty=2, frequency_penalty=2, repetition_penalty=1.5, max_tokens=3
+        ),
+        line("e", stop=".", min_tokens=2, max_tokens=4),
+        chat("f", logit_bias={"42": 100}, frequency_penalty=0.5, max_tokens=2),
+    ]
+    records, _ = run(llm, tmp_path, lines)
+    assert status(records) == [200] * 6
+    texts = [r["response"]["body"]["choices"][0].get("text") for r in records]
+    name = llm.engine.tokenizer.token_text(42)  # type: ignore[union-attr]
+    assert not texts[0].startswith(" Paris")
+    assert texts[1] == name * 2
+    assert "Paris" not in texts[2]
+    assert texts[3] == name * 3, "a bias of 100 outweighs them all"
+    assert texts[4].startswith(" Paris.")
+    assert records[5]["response"]["body"]["choices"][0]["message"]["content"] == name * 2
 
 
 def test_a_bad_field_of_a_chat_is_named(llm: LLM, tmp_path: Path) -> None:

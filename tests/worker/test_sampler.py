@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling import draw_at, state, weights_of
 
 from paged import RequestError, SamplingParams
-from worker.sampler import filtered, logprobs, sample, uniform
+from worker.sampler import Draw, logprobs, sample, uniform
+from worker.sampler import draw as draw_rows
 from worker.step import Reset, Row, Step, StepResult
 
 TEMPERATURES = [0.0, 1e-2, 1e-4, 1e-5, 1e-12, 1e-40, 5e-324]
 
 
 def draw(logits: list[float], seed: int, **params: Any) -> int:
-    return sample(torch.tensor([logits]), [SamplingParams(**params)], [uniform(seed, 0, 5)])[0]
+    return sample(np.asarray(logits, dtype=np.float32), SamplingParams(**params), uniform(seed, 0, 5))
 
 
 def test_the_random_number_is_a_hash_of_seed_index_and_position() -> None:
@@ -45,21 +47,23 @@ def test_n01_a_row_is_the_same_alone_and_beside_any_neighbours() -> None:
         SamplingParams(temperature=[0.0, 0.8, 1.3, 1e-9][i % 4], top_k=[None, 5, 50][i % 3], top_p=[1.0, 0.7][i % 2])
         for i in range(16)
     ]
-    uniforms = [uniform(i, 0, 3) for i in range(16)]
-    together = sample(logits, params, uniforms)
-    alone = [sample(logits[i : i + 1], [params[i]], [uniforms[i]])[0] for i in range(16)]
-    backwards = sample(logits.flip(0), params[::-1], uniforms[::-1])[::-1]
+    together = draw_at(logits, params, range(16))
+    alone = [draw_at(logits[i : i + 1], [params[i]], [i])[0] for i in range(16)]
+    backwards = draw_at(logits.flip(0), params[::-1], range(16)[::-1])[::-1]
     assert together == alone == backwards
 
 
 def test_n02_choices_of_flat_logits_differ_and_can_be_repeated() -> None:
     """n = 4 at seed 1 over 1,000 equally likely ids, 50 tokens each."""
     logits = torch.zeros(4, 1000)
-    params = [SamplingParams(temperature=1.0, seed=1, n=4)] * 4
+    params = SamplingParams(temperature=1.0, seed=1, n=4)
 
     def choices() -> list[tuple[int, ...]]:
-        steps = [sample(logits, params, [uniform(1, index, position) for index in range(4)]) for position in range(50)]
-        return list(zip(*steps, strict=True))
+        states = [state(params, [7], seed=1, index=index) for index in range(4)]
+        for position in range(1, 51):
+            for each, token in zip(states, draw_rows(logits, [Draw(s, position) for s in states]), strict=True):
+                each.append([token])
+        return [tuple(each.tokens[1 : each.num_tokens].tolist()) for each in states]
 
     found = choices()
     assert len(set(found)) == 4
@@ -73,14 +77,15 @@ def test_n03_top_k_keeps_exactly_k_of_equal_logits() -> None:
     assert set(alone) == {0, 1}
     params = [SamplingParams(top_k=2)] * 16
     for first in range(0, 992, 16):
-        batch = sample(torch.tensor([[3.0, 3, 3, 1]] * 16), params, [uniform(first + i, 0, 5) for i in range(16)])
+        batch = draw_at(torch.tensor([[3.0, 3, 3, 1]] * 16), params, range(first, first + 16))
         assert batch == alone[first : first + 16]
 
 
 def test_n03_top_p_and_min_p_of_equal_logits() -> None:
-    equal = torch.full((4,), 2.0)
-    assert filtered(equal, SamplingParams(top_p=0.5)).nonzero().flatten().tolist() == [0, 1]
-    assert filtered(equal, SamplingParams(min_p=1.0)).nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert weights_of([2.0] * 4, top_p=0.5).tolist() == [1, 1, 0, 0]
+    assert weights_of([2.0] * 4, min_p=1.0).tolist() == [1, 1, 1, 1]
+    assert {draw([2.0] * 4, seed, top_p=0.5) for seed in range(200)} == {0, 1}
+    assert {draw([2.0] * 4, seed, min_p=1.0) for seed in range(200)} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -92,18 +97,17 @@ def test_n04_a_tiny_temperature_is_argmax(dtype: torch.dtype, temperature: float
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(100):
-            uniforms = [uniform(seed, 0, 1), uniform(seed, 0, 2)]
-            first, second = sample(logits, params, uniforms)
+            first, second = draw_at(logits, params, [seed, seed + 1000])
             assert first == 1
-            assert second == sample(logits[1:], params[1:], uniforms[1:])[0]
+            assert second == draw_at(logits[1:], params[1:], [seed + 1000])[0]
             assert math.isfinite(logprobs(logits, [first, second], [0, None])[0].logprob)  # type: ignore[union-attr]
 
 
 def test_draws_follow_the_distribution() -> None:
-    logits = torch.tensor([[1.0, 0.0, 2.0, -1.0, 0.5]])
-    expected = (logits[0] / 0.7).softmax(-1).double().numpy() * 20_000
-    params = [SamplingParams(temperature=0.7)]
-    drawn = [sample(logits, params, [uniform(1, 0, i)])[0] for i in range(20_000)]
+    logits = np.asarray([1.0, 0.0, 2.0, -1.0, 0.5], dtype=np.float32)
+    expected = (torch.from_numpy(logits) / 0.7).softmax(-1).double().numpy() * 20_000
+    params = SamplingParams(temperature=0.7)
+    drawn = [sample(logits, params, uniform(1, 0, i)) for i in range(20_000)]
     counts = np.bincount(drawn, minlength=5)
     assert ((counts - expected) ** 2 / expected).sum() < 18.5  # chi-square, 4 degrees of freedom, p = 0.001
 
@@ -115,23 +119,23 @@ def test_draws_follow_the_distribution() -> None:
 def test_filters_are_those_of_transformers(temperature: float, top_k: int | None, top_p: float, min_p: float) -> None:
     from transformers.generation import logits_process as theirs
 
-    logits = torch.randn(300, generator=torch.Generator().manual_seed(3)).double() * 3
-    warped = theirs.TemperatureLogitsWarper(temperature)(None, logits[None])
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(3)) * 3
+    warped = theirs.TemperatureLogitsWarper(temperature)(None, logits[None].double())
     if top_k is not None:
         warped = theirs.TopKLogitsWarper(top_k)(None, warped)
     if top_p < 1:
         warped = theirs.TopPLogitsWarper(top_p)(None, warped)
     if min_p > 0:
         warped = theirs.MinPLogitsWarper(min_p)(None, warped)
-    ours = filtered(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    ours = torch.from_numpy(weights_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.equal(ours > 0, warped[0].softmax(-1) > 0)
     assert torch.allclose(ours / ours.sum(), warped[0].softmax(-1), atol=1e-12)
 
 
 def test_a_token_without_weight_is_never_drawn() -> None:
-    logits = torch.tensor([[float("-inf"), 1.0, float("-inf"), 0.0, float("-inf")]])
+    logits = np.asarray([-np.inf, 1.0, -np.inf, 0.0, -np.inf], dtype=np.float32)
     for value in (0.0, 0.5, 1 - 2**-53):
-        assert sample(logits, [SamplingParams()], [value])[0] in {1, 3}
+        assert sample(logits, SamplingParams(), value) in {1, 3}
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
@@ -158,6 +162,16 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [1, None, "yes"],
     "skip_special_tokens": [0],
     "include_stop_str_in_output": ["no"],
+    "repetition_penalty": [0, -1, 101, math.nan, math.inf, None, "a", True],
+    "presence_penalty": [-2.1, 2.1, math.nan, math.inf, "a", None],
+    "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf, "a", None],
+    "logit_bias": [
+        *([1], "a", 5, {"5": 1.0}, {1.0: 1.0}, {True: 1.0}, {None: 1.0}, [(1, 2, 3)], [[1, 2.0]]),
+        *({5: "a"}, {5: None}, {5: True}, {5: math.nan}, {5: math.inf}, {5: 100.1}, {5: -101}, {5: 10**400}),
+    ],
+    "allowed_token_ids": [[], (), set(), ["a"], "a", [1.5], [True], [None]],
+    "bad_words": ["", ["a", ""], [1], 5, b"a"],
+    "min_tokens": [-1, 1.5, "a", True, None, 2**40],
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from paged import Move, RequestError, SamplingParams
 from worker.sampler import sample
@@ -30,7 +30,7 @@ def test_a_temperature_may_be_any_whole_number_that_is_a_float(temperature: floa
     """torch cannot divide by a Python int of more than 64 bits: one such request must not fail everyone's step."""
     params = SamplingParams(temperature=temperature, top_p=1, min_p=0)
     assert [type(v) for v in (params.temperature, params.top_p, params.min_p)] == [float] * 3
-    assert sample(torch.zeros(1, 4), [params], [0.6]) == [2]
+    assert sample(np.zeros(4, dtype=np.float32), params, 0.6) == 2
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,13 @@ def test_a_temperature_may_be_any_whole_number_that_is_a_float(temperature: floa
         ("logprobs", [0, 20, None]),
         ("stop", [None, [], "a", ("a", "b"), ["x"] * MAX_STOP_STRINGS]),
         ("stop_token_ids", [None, [], [0], (1, 2), {3}]),
+        ("repetition_penalty", [0.01, 1, 100]),
+        ("presence_penalty", [-2, 0, 2.0]),
+        ("frequency_penalty", [-2, 0, 2.0]),
+        ("logit_bias", [None, {}, {5: -100, 6: 100.0, 7: -math.inf}, ((5, 1.0),), [(5, 1)]]),
+        ("allowed_token_ids", [None, [0], (1, 2), {3}, 7]),
+        ("bad_words", [None, [], "a", ("a", " b c")]),
+        ("min_tokens", [0, 1, 2**31]),
     ],
 )
 def test_values_at_the_edges_are_taken(name: str, values: list[Any]) -> None:
@@ -91,15 +98,39 @@ def test_a_list_given_may_change_afterwards() -> None:
     assert params.stop_strings == ("a",)
 
 
+def test_biases_are_kept_as_pairs_by_id_and_can_be_given_so() -> None:
+    params = SamplingParams(logit_bias={7: 1, 3: -2.5})
+    assert params.biases == ((3, -2.5), (7, 1.0))
+    assert dataclasses.replace(params, seed=3).biases == params.biases
+    assert SamplingParams().biases == SamplingParams(logit_bias={}).biases == ()
+
+
+def test_allowed_tokens_that_are_absent_are_none() -> None:
+    assert SamplingParams().allowed_token_ids is None
+    assert SamplingParams(allowed_token_ids=[2, 1]).allowed_token_ids == (2, 1)
+
+
+def test_s11_more_tokens_than_there_may_be_are_refused_with_both_numbers() -> None:
+    with pytest.raises(RequestError, match="min_tokens 6 is more than max_tokens 5") as caught:
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert caught.value.param == "min_tokens"
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(min_tokens=6).max_tokens is None, "its default is not known here"
+
+
 def test_params_are_frozen_and_hashable() -> None:
     params = SamplingParams(stop=["a"], stop_token_ids=[1])
+    assert hash(SamplingParams(logit_bias={1: 2}, allowed_token_ids=[1], bad_words=["a"])) == hash(
+        SamplingParams(logit_bias=[(1, 2.0)], allowed_token_ids=(1,), bad_words="a")
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0  # type: ignore[misc]
     assert hash(params) == hash(SamplingParams(stop=["a"], stop_token_ids=[1]))
 
 
 def test_params_survive_pickling() -> None:
-    params = SamplingParams(0.5, 3, 0.9, 0.1, -4, 7, ["a", "b"], [1], True, True, 2, False)
+    rest = {"logit_bias": {3: -math.inf, 1: 2.0}, "allowed_token_ids": [1, 3], "bad_words": ["a"], "min_tokens": 3}
+    params = SamplingParams(0.5, 3, 0.9, 0.1, -4, 7, ["a", "b"], [1], True, True, 2, False, **rest)  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(params)) == params
 
 
