@@ -247,14 +247,20 @@ class Rules:
     num_speculative_tokens: int = 0
 
 
-def least_chunk(limits: Limits) -> int:
-    """Tokens that a step always has for prompts, if there are any to compute: a quarter of the budget."""
-    return max(1, limits.max_num_batched_tokens // 4)
+def least_chunk(limits: Limits, rules: Rules) -> int:
+    """Tokens that a step always has for prompts, if there are any to compute.
+
+    A quarter of the budget; where chunks adapt to a time, no more than 32.
+    """
+    quarter = max(1, limits.max_num_batched_tokens // 4)
+    return quarter if rules.max_step_ms is None else min(quarter, 32)
 
 
-def steps_alone(request: Request, limits: Limits) -> int:
+def steps_alone(request: Request, limits: Limits, rules: Rules) -> int:
     """Most steps from when a request is the senior to its end: its chunks, and one for each token."""
-    chunk = least_chunk(limits) if request.params.prompt_logprobs is None else min(least_chunk(limits), MOST_SCORED)
+    chunk = least_chunk(limits, rules)
+    if request.params.prompt_logprobs is not None:
+        chunk = min(chunk, MOST_SCORED)
     return -(-request.peak_tokens // chunk) + request.max_tokens
 
 

@@ -52,6 +52,7 @@ class _Lane:
         self.rows = [sequence.row for sequence in self.sequences]
         # Tokens that are computed after the step, int64 [families].
         self.lengths = np.fromiter((sequence.num_tokens for sequence in self.sequences), np.int64, len(families))
+        self.peaks = np.fromiter((family.request.peak_tokens for family in families), np.int64, len(families))
 
     def add(self, family: Family) -> None:
         (sequence,) = family.sequences
@@ -61,12 +62,13 @@ class _Lane:
         self.buffers.append(sequence.buffer)
         self.rows.append(sequence.row)
         self.lengths = np.append(self.lengths, sequence.num_tokens)
+        self.peaks = np.append(self.peaks, family.request.peak_tokens)
 
     def remove(self, family: Family) -> None:
         i = self.families.index(family)
         for entries in (self.families, self.sequences, self.ids, self.buffers, self.rows):
             del entries[i]
-        self.lengths = np.delete(self.lengths, i)
+        self.lengths, self.peaks = np.delete(self.lengths, i), np.delete(self.peaks, i)
 
 
 class Scheduler:
@@ -93,7 +95,7 @@ class Scheduler:
         self._restart = True
         self._lane: _Lane | None = None  # of all that are steady; None: they are others than before
         self._lane_under_way: _Lane | None = None
-        least = policy.least_chunk(limits)
+        self._least_chunk = least = policy.least_chunk(limits, rules)
         self.chunk_limit = None if rules.max_step_ms is None else ChunkLimit(rules.max_step_ms / 1000, least)
         self._scores_left = 0  # tokens that may still be scored in the step that is being planned
         self._mix = (0, 0)  # tokens of the step under way: decoded, of prompts
@@ -302,7 +304,7 @@ class Scheduler:
             self._fork(family)
         decoding = [family for family in others if family.decodes]
         chunks = [family for family in others if not family.decodes]
-        room = budget - (policy.least_chunk(self.limits) if chunks else 0)
+        room = budget - (self._least_chunk if chunks else 0)
         used = 0
         if decoding and decoding[0] is senior:
             room = max(room, len(senior.live))
@@ -496,12 +498,10 @@ class Scheduler:
 
     def _spare(self, lane: _Lane | None) -> int:
         """Pages that running families are still to take."""
-        others = self.running
-        result = 0
-        if lane is not None and len(lane.families) == sum(family.steady for family in self.running):
+        others, result = self.running, 0
+        if lane is not None and lane is self._lane:
             others = [family for family in self.running if not family.steady]
-            peaks = np.fromiter((family.request.peak_tokens for family in lane.families), np.int64, len(lane.families))
-            room = self.limits.pages_each(np.minimum(lane.lengths + self.limits.page_size, peaks))
+            room = self.limits.pages_each(np.minimum(lane.lengths + self.limits.page_size, lane.peaks))
             result = int(np.maximum(room - self.manager.num_held_each(lane.ids), 0).sum())
         return result + sum(self._wanted(family) for family in others)
 
@@ -514,7 +514,7 @@ class Scheduler:
         peak = np.array([family.request.peak_tokens for family in families])
         left = np.array([family.tokens_left for family in families])
         missing = sum(max(sequence.num_missing - 1, 0) for family in families for sequence in family.live)
-        least = policy.least_chunk(self.limits)
+        least = self._least_chunk
         # Chunks go on at least so fast, and hold up only whoever waits for his; the others get a token in every step.
         ends = left + np.where([family.decodes for family in families], 0, -(-missing // least))
         if seqs.sum() > self.limits.max_num_batched_tokens - least:

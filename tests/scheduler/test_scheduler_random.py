@@ -163,14 +163,13 @@ class Load:
         self.num_waited += any(scheduler._waits_for_older(family) for family in waiting[:1])
 
     def alone(self, family: Family) -> int:
-        return policy.steps_alone(family.request, self.rig.scheduler.limits)
+        return policy.steps_alone(family.request, self.rig.scheduler.limits, self.rules)
 
     @property
     def lost(self) -> int:
         """Steps that failures cost at most: each its own, and the chunks of the senior again."""
-        limits = self.rig.scheduler.limits
         chunks = [self.alone(family) - family.request.max_tokens for family in self.added.values()]
-        return self.num_failed * (max(chunks, default=0) + 1) if limits else 0
+        return self.num_failed * (max(chunks, default=0) + 1)
 
     def bound_of_all(self) -> int:
         return sum(map(self.alone, self.added.values())) + self.lost
