@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from scheduler.llm import LLM
     from scheduler.metrics import Metrics, MetricsSummary, Percentiles
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
-    from scheduler.policy import Limits
+    from scheduler.policy import Limits, Rules
     from worker.executor import Executor
     from worker.step import SamplingParams, Step, StepResult
 
@@ -74,6 +74,7 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "Limits",
+    "Rules",
     "Executor",
     "RequestMetrics",
     "Metrics",
@@ -111,6 +112,7 @@ _FORWARDED = {
     "Engine": "scheduler.engine",
     "EngineConfig": "scheduler.config",
     "Limits": "scheduler.policy",
+    "Rules": "scheduler.policy",
     "Executor": "worker.executor",
     "SamplingParams": "worker.step",
     "Step": "worker.step",
