@@ -153,7 +153,8 @@ class _Job:
         params = openai.sampling_params(body, chat)
         text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
         engine_id = self.llm.new_id()
-        self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat)
+        priority = 0 if body.get("priority") is None else body["priority"]
+        self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat, priority=priority)
         self.pending[engine_id] = _Pending(record_id, custom_id, chat, params)
 
     def answer(self, output: RequestOutput) -> None:

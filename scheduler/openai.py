@@ -19,6 +19,7 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
     *("include_stop_str_in_output", "skip_special_tokens", "n", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
+    "prompt_logprobs",
 )
 # Fields of which only the value that changes nothing is supported.
 _FIXED: dict[str, Any] = {"stream": False}
@@ -30,7 +31,7 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
     """The parameters in a body; null means absent. Raises RequestError, which names the field."""
     fixed = _FIXED if chat else _FIXED | _FIXED_COMPLETIONS
     own = ("messages", "max_completion_tokens", "top_logprobs") if chat else ("prompt",)
-    known = (*_SAMPLING, *fixed, *_IGNORED, "logprobs", *own)
+    known = (*_SAMPLING, *fixed, *_IGNORED, "logprobs", "priority", *own)
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known:
@@ -109,6 +110,8 @@ def answer_body(
         else:
             choice["text"] = completion.text
             choice["logprobs"] = _logprobs_of_completion(completion, params, tokenizer)
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [row and _by_id(row) for row in output.prompt_logprobs]
         choices.append(choice)
     prompt_tokens, output_tokens = len(output.prompt_token_ids), output.num_output_tokens
     return {
@@ -123,6 +126,14 @@ def answer_body(
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
         },
+    }
+
+
+def _by_id(row: Mapping[int, Logprob]) -> dict[str, Any]:
+    """As vLLM writes log-probabilities of prompts."""
+    return {
+        str(token): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token, entry in row.items()
     }
 
 

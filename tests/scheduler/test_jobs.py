@@ -226,6 +226,20 @@ def test_an_answer_has_the_shape_of_openais(llm: LLM, tmp_path: Path) -> None:
     assert [entry["top_logprobs"] for entry in content] == [[], []]
 
 
+def test_log_probabilities_of_a_prompt_are_in_the_answer(llm: LLM, tmp_path: Path) -> None:
+    """N06, over a file; and a class for the policy `priority`."""
+    ids = llm.tokenizer.encode("The capital of France is Paris").tolist()
+    body = {"prompt": ids, "prompt_logprobs": 1, "max_tokens": 0}
+    records, _ = run(llm, tmp_path, [line("a", **body, priority=3), line("b", **body, priority="x")])
+    assert status(records) == [200, 400]
+    assert "priority must be a whole number from -10 to 10" in message(records[1])
+    first, *rows = records[0]["response"]["body"]["choices"][0]["prompt_logprobs"]
+    assert first is None
+    found = [row[str(token)]["logprob"] for row, token in zip(rows, ids[1:], strict=True)]
+    assert found == pytest.approx([-11.5393, -0.3376, -2.4387, -0.4509, -0.2581], abs=1e-3)
+    assert all(any(entry["rank"] == 1 for entry in row.values()) for row in rows)
+
+
 def test_several_choices_are_one_answer(llm: LLM, tmp_path: Path) -> None:
     lines = [line("three", n=3, seed=1, max_tokens=4, temperature=1), chat("two", n=2, seed=1, max_tokens=4)]
     records, progress = run(llm, tmp_path, lines)
