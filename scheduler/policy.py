@@ -197,7 +197,7 @@ class Candidate:
     @property
     def num_freed(self) -> int:
         """Pages that nobody else holds."""
-        return self.manager.num_freed([sequence.seq_id for sequence in self.family.live])
+        return self.manager.num_freed([sequence.seq_id for sequence in self.family.holders])
 
 
 def youngest(candidates: SequenceOf[Candidate]) -> Family:

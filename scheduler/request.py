@@ -270,6 +270,11 @@ class Family:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     @property
+    def holders(self) -> list[Sequence]:
+        """Those that have pages while it runs."""
+        return self.live if self.forked else self.live[:1]
+
+    @property
     def seats(self) -> int:
         """Most sequences that it may still have at once: a beam search that has one may soon have all."""
         return self.request.num_sequences if self.search else len(self.live)

@@ -264,7 +264,7 @@ class Scheduler:
     def check(self) -> None:
         """Prove the manager's invariants, and that exactly the running families hold pages."""
         self.manager.check(idle=not self.running)
-        running = {sequence.seq_id for family in self.running for sequence in self._holders(family)}
+        running = {sequence.seq_id for family in self.running for sequence in family.holders}
         holders = {seq_id for seq_id in self._by_id if seq_id in self.manager}
         if holders != running or len(self.manager) != len(running):
             raise InvariantError(f"P1: sequences {holders} of {len(self.manager)} hold pages, {running} run")
@@ -282,10 +282,6 @@ class Scheduler:
     def _new_id(self) -> int:
         self._next_seq_id += 1
         return self._next_seq_id - 1
-
-    def _holders(self, family: Family) -> list[Sequence]:
-        """Those of a running family that have pages."""
-        return family.live if family.forked else family.live[:1]
 
     def _is_overdue(self, family: Family) -> bool:
         return self._next_number - family.arrived >= self.rules.patience
@@ -493,7 +489,7 @@ class Scheduler:
 
     def _wanted(self, family: Family) -> int:
         """Pages that a running family is still to take."""
-        held = self.manager.num_held([sequence.seq_id for sequence in self._holders(family)])
+        held = self.manager.num_held([sequence.seq_id for sequence in family.holders])
         return max(0, policy.room_wanted(family, self.limits) - held)
 
     def _spare(self, lane: _Lane | None) -> int:
@@ -513,8 +509,14 @@ class Scheduler:
         known = np.array([max(sequence.num_tokens for sequence in family.live) for family in families])
         peak = np.array([family.request.peak_tokens for family in families])
         left = np.array([family.tokens_left for family in families])
-        missing = sum(max(sequence.num_missing - 1, 0) for family in families for sequence in family.live)
-        least = self._least_chunk
+        scoring = [family.scored < len(family.request.prompt_token_ids) for family in families]
+        least = min(self._least_chunk, policy.MOST_SCORED) if any(scoring) else self._least_chunk
+        # One token is computed when it is admitted, unless others take all that may be scored.
+        missing = sum(
+            max(sequence.num_missing - (not scores), 0)
+            for family, scores in zip(families, scoring, strict=True)
+            for sequence in family.live
+        )
         # Chunks go on at least so fast, and hold up only whoever waits for his; the others get a token in every step.
         ends = left + np.where([family.decodes for family in families], 0, -(-missing // least))
         if seqs.sum() > self.limits.max_num_batched_tokens - least:
@@ -697,7 +699,7 @@ class Scheduler:
         for sequence in family.live:
             sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
             self._leave(sequence)
-            sequence.num_computed = 0
+            sequence.num_computed, sequence.drafts = 0, ()  # drafts too: it may have been planned for this step
         self._leave_lane(family)
         family.move_to(State.PREEMPTED)
         family.num_preemptions += 1
@@ -764,7 +766,7 @@ class Scheduler:
         """
         manager = self.manager
         in_lane = lane is not None and lane is self._lane
-        sequences = [s for family in self.running if not (in_lane and family.steady) for s in self._holders(family)]
+        sequences = [s for family in self.running if not (in_lane and family.steady) for s in family.holders]
         ids = [sequence.seq_id for sequence in sequences]
         lengths = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64)
         if in_lane and lane:
