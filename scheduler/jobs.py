@@ -153,7 +153,10 @@ class _Job:
         params = openai.sampling_params(body, chat)
         text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
         engine_id = self.llm.new_id()
-        self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat)
+        try:
+            self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat)
+        except RequestError as error:
+            raise openai.refused(error, body) from None
         self.pending[engine_id] = _Pending(record_id, custom_id, chat, params)
 
     def answer(self, output: RequestOutput) -> None:

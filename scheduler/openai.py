@@ -102,10 +102,7 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams | N
     inner = theirs.get("json_schema")
     if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
         raise RequestError("response_format.json_schema must be an object with a schema in it", "response_format")
-    try:
-        return StructuredOutputsParams(json=inner["schema"])
-    except RequestError as error:
-        raise RequestError(f"response_format: {error}", "response_format") from None
+    return StructuredOutputsParams(json=inner["schema"])
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
@@ -115,6 +112,13 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     if not wanted and top is not None:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     return (0 if top is None else top) if wanted else None
+
+
+def refused(error: RequestError, body: Mapping[str, Any]) -> RequestError:
+    """What the engine said of a request, by the field that its body has."""
+    if error.param == "structured_outputs" and body.get("response_format") is not None:
+        return RequestError(f"response_format: {error}", "response_format")
+    return error
 
 
 def completion_prompt(body: Mapping[str, Any]) -> Any:
