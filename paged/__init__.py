@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from scheduler.policy import Limits, Rules
     from worker.executor import Executor
-    from worker.step import SamplingParams, Step, StepResult
+    from worker.step import SamplingParams, Step, StepResult, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -66,6 +66,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "StructuredOutputsParams",
     "BeamSearchParams",
     "RequestOutput",
     "CompletionOutput",
@@ -117,6 +118,7 @@ _FORWARDED = {
     "SamplingParams": "worker.step",
     "Step": "worker.step",
     "StepResult": "worker.step",
+    "StructuredOutputsParams": "worker.step",
 }
 
 

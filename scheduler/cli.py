@@ -77,9 +77,14 @@ def generate(
     min_tokens: Annotated[int, typer.Option(help="do not end before so many tokens")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given again")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the model's end tokens")] = False,
+    json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="write JSON by this schema")] = None,
+    regex: Annotated[str | None, typer.Option(help="write what this regular expression matches")] = None,
 ) -> None:
     """Continue a prompt; the text is streamed to stdout. --seed fixes what is sampled."""
-    from worker.step import SamplingParams
+    from worker.step import SamplingParams, StructuredOutputsParams
+
+    schema = None if json_schema is None else _text(json_schema)
+    constrained = schema is not None or regex is not None
 
     params = SamplingParams(
         temperature=temperature,
@@ -95,6 +100,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         bad_words=bad_words,
         min_tokens=min_tokens,
+        structured_outputs=StructuredOutputsParams(json=schema, regex=regex) if constrained else None,
     )
     from scheduler.llm import LLM
 
@@ -105,6 +111,13 @@ def generate(
     for output in outputs:
         print(output.outputs[0].text, end="", flush=True)
     print()
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no UTF-8 text: {error}") from None
 
 
 @app.command()

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged.errors import RequestError
+from paged.errors import RequestError, RequestFailed
 from paged.manager import KVCacheManager
 from scheduler import policy
 from scheduler.beam import BeamSearchParams
+from scheduler.grammar import Grammar
 from scheduler.metrics import Metrics
 from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from scheduler.request import Family, Request, Sequence, State, TextSink
@@ -53,6 +54,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self._vocab_size = vocab_size
+        self._grammars = tokenizer.grammars(vocab_size) if tokenizer else None
         self._eos_token_ids = frozenset(eos_token_ids)
         manager = KVCacheManager(executor.num_pages, limits.page_size, enable_prefix_caching, limits.windows)
         self.scheduler = Scheduler(manager, limits, rules)
@@ -167,6 +169,7 @@ class Engine:
             beams=beams,
             priority=priority,
             bad_phrases=phrases,
+            grammar=self._grammar(sampling, eos_token_ids),
         )
 
     def step(self) -> list[RequestOutput]:
@@ -261,6 +264,24 @@ class Engine:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"token id {token} is not one of the model's, 0 to {self._vocab_size - 1}", "prompt")
         return np.asarray(prompt_token_ids, dtype=np.int32)
+
+    def _grammar(self, params: SamplingParams, ends: Collection[int]) -> Grammar | None:
+        """structured_outputs compiled, and tried at the beginning of a text."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("structured_outputs need a tokenizer, this engine has none", "structured_outputs")
+        grammar = self._grammars.get(params.structured_outputs)
+        try:
+            ended = grammar.matcher(ends).ended
+        except RequestFailed as error:
+            raise RequestError(f"structured_outputs: {error}", "structured_outputs") from None
+        if ended:
+            raise RequestError(
+                "structured_outputs allow only an empty text, and no end token can say so: leave ignore_eos out",
+                "structured_outputs",
+            )
+        return grammar
 
     def _made(self, family: Family) -> RequestOutput:
         """Its output. If the tokenizer cannot make one, the request has ended, with an output that holds nothing."""

@@ -154,7 +154,10 @@ class _Job:
         text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
         engine_id = self.llm.new_id()
         priority = 0 if body.get("priority") is None else body["priority"]
-        self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat, priority=priority)
+        try:
+            self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat, priority=priority)
+        except RequestError as error:
+            raise openai.refused(error, body) from None
         self.pending[engine_id] = _Pending(record_id, custom_id, chat, params)
 
     def answer(self, output: RequestOutput) -> None:

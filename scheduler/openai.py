@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from paged.errors import RequestError
 from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from scheduler.text import TextStream, Tokenizer
-from worker.step import SamplingParams
+from worker.step import SamplingParams, StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -24,6 +25,7 @@ _SAMPLING = (
 # Fields of which only the value that changes nothing is supported.
 _FIXED: dict[str, Any] = {"stream": False}
 _FIXED_COMPLETIONS: dict[str, Any] = {"echo": False, "best_of": 1, "suffix": ""}
+_CONSTRAINTS = ("response_format", "structured_outputs")  # OpenAI's, and vLLM's
 _IGNORED = ("model", "user", "metadata", "store")
 
 
@@ -31,7 +33,7 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
     """The parameters in a body; null means absent. Raises RequestError, which names the field."""
     fixed = _FIXED if chat else _FIXED | _FIXED_COMPLETIONS
     own = ("messages", "max_completion_tokens", "top_logprobs") if chat else ("prompt",)
-    known = (*_SAMPLING, *fixed, *_IGNORED, "logprobs", "priority", *own)
+    known = (*_SAMPLING, *fixed, *_IGNORED, "logprobs", "priority", *_CONSTRAINTS, *own)
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known:
@@ -43,6 +45,7 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
     values = {name: given[name] for name in _SAMPLING if name in given}
     if "logit_bias" in values:
         values["logit_bias"] = _logit_bias(values["logit_bias"])
+    values["structured_outputs"] = _structured_outputs(given)
     if chat:
         if "max_completion_tokens" in given:
             limit = given["max_completion_tokens"]
@@ -72,6 +75,37 @@ def _logit_bias(given: Any) -> Any:
     return biases
 
 
+def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """What response_format or structured_outputs ask for."""
+    ours, theirs = given.get("structured_outputs"), given.get("response_format")
+    if ours is not None and theirs is not None:
+        raise RequestError("response_format and structured_outputs are both given: give one", "response_format")
+    if ours is not None:
+        names = [field.name for field in fields(StructuredOutputsParams)]
+        if not isinstance(ours, Mapping) or not set(ours) <= set(names):
+            raise RequestError(
+                f"structured_outputs must be an object with one of {', '.join(names)}, not {ours!r:.80}",
+                "structured_outputs",
+            )
+        return StructuredOutputsParams(**ours)
+    if theirs is None:
+        return None
+    kind = theirs.get("type") if isinstance(theirs, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        raise RequestError(
+            f"response_format must have the type text, json_object or json_schema, not {theirs!r:.80}",
+            "response_format",
+        )
+    inner = theirs.get("json_schema")
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+        raise RequestError("response_format.json_schema must be an object with a schema in it", "response_format")
+    return StructuredOutputsParams(json=inner["schema"])
+
+
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     wanted, top = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(wanted, bool):
@@ -79,6 +113,13 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     if not wanted and top is not None:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     return (0 if top is None else top) if wanted else None
+
+
+def refused(error: RequestError, body: Mapping[str, Any]) -> RequestError:
+    """What the engine said of a request, by the field that its body has."""
+    if error.param == "structured_outputs" and body.get("response_format") is not None:
+        return RequestError(f"response_format: {error}", "response_format")
+    return error
 
 
 def completion_prompt(body: Mapping[str, Any]) -> Any:

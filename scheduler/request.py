@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.beam import Beams, BeamSearchParams
+from scheduler.grammar import Grammar
 from scheduler.outputs import FinishReason
 from worker.step import Logprobs, Row, SamplingParams
 
@@ -75,6 +76,7 @@ class Request:
     beams: BeamSearchParams | None = None
     priority: int = 0  # class, the lower the earlier
     bad_phrases: tuple[tuple[int, ...], ...] = ()  # bad_words in tokens
+    grammar: Grammar | None = None  # structured_outputs compiled
 
     @property
     def peak_tokens(self) -> int:
@@ -97,6 +99,7 @@ class Sequence:
         "drafts",
         "end_at",
         "finish_reason",
+        "grammar",
         "hides_last",
         "index",
         "known_to_worker",
@@ -134,7 +137,9 @@ class Sequence:
         self.replaced = False  # the last token is not the one that the worker sampled
         self.row = Row(seq_id, 1)  # of a step in which it only computes its last token and samples the next
         self.drafts: tuple[int, ...] = ()  # of the row that is being planned
-        self.draft_len = 1  # most drafts of its next row
+        self.grammar = None if request.grammar is None else request.grammar.matcher(request.eos_token_ids)
+        # Most drafts of its next row. A row has one mask, which is right for one place only.
+        self.draft_len = 1 if self.grammar is None else 0
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob: float | None = None  # of a finished beam, and its score
         self.score: float | None = None
@@ -165,10 +170,17 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Whether a sampled token needs no more than to be put behind the others, until the last one."""
-        return self.request.params.logprobs is None and (self.text is None or not self.text.eager)
+        if self.grammar is not None or self.request.params.logprobs is not None:
+            return False
+        return self.text is None or not self.text.eager
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token. Returns why it ends the sequence, if it does."""
+        """Take a sampled token. Returns why it ends the sequence, if it does.
+
+        Raises RequestFailed, and takes nothing, where the grammar cannot go on; and whatever the text raises.
+        """
+        if self.grammar is not None:
+            self.grammar.take(token_id)
         self.buffer[self.num_tokens] = token_id
         self.num_tokens += 1
         return self.ending(token_id)
@@ -182,6 +194,8 @@ class Sequence:
             return "stop"
         if self.text is not None and self.text.eager and self.push_text():
             self.stop_reason = self.text.stop_reason
+            return "stop"
+        if self.grammar is not None and self.grammar.ended:
             return "stop"
         return "length" if self.num_tokens == self.end_at else None
 

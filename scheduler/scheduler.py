@@ -540,13 +540,16 @@ class Scheduler:
     def _row(self, family: Family, sequence: Sequence, num_tokens: int) -> Row:
         guesses, sequence.drafts = sequence.drafts, ()
         samples = num_tokens - len(guesses) == sequence.num_missing and sequence.request.max_tokens > 0
+        mask = sequence.grammar.mask if samples and sequence.grammar is not None else None
         changes = self.manager.take_changes(sequence.seq_id)
         first, stop = family.scored, min(sequence.num_computed + num_tokens + 1, sequence.num_prompt)
         scores = (first, stop) if first < stop else None
         if sequence.known_to_worker:
             token = int(sequence.tokens[-1]) if sequence.replaced else None
             sequence.replaced = False
-            return Row(sequence.seq_id, num_tokens, changes, samples, token=token, drafts=guesses, scores=scores)
+            return Row(
+                sequence.seq_id, num_tokens, changes, samples, token=token, drafts=guesses, mask=mask, scores=scores
+            )
         sequence.known_to_worker, sequence.replaced = True, False
         request = sequence.request
         params = request.params
@@ -563,7 +566,7 @@ class Scheduler:
             end_token_ids=ends,
             bad_phrases=request.bad_phrases,
         )
-        return Row(sequence.seq_id, num_tokens, (), samples, reset, drafts=guesses, scores=scores)
+        return Row(sequence.seq_id, num_tokens, (), samples, reset, drafts=guesses, mask=mask, scores=scores)
 
     # What a step gave
 

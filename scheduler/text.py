@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as FastTokenizer
 
 from paged.errors import CheckpointError, RequestError
+from scheduler.grammar import Grammars
 from worker.step import SamplingParams
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
@@ -111,6 +112,10 @@ class Tokenizer:
                     raise RequestError(f"bad_words: {word!r:.80} has no tokens", "bad_words")
                 result[ids] = None
         return tuple(result)
+
+    def grammars(self, vocab_size: int) -> Grammars:
+        """Compiles constraints for a model with so many tokens."""
+        return Grammars(self._tokenizer, vocab_size)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the tokens of `text`, without tokenising it; 0 where the text may be shortened first."""

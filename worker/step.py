@@ -8,12 +8,13 @@ refuses a gap.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,69 @@ def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What the text must be; exactly one is given. Field names are those of vLLM's class of this name.
+
+    json: a JSON schema that the text follows: an object, or its text. Kept as text, in its order, which is that of the
+        properties in the answer. No white space comes between the parts of the answer.
+    regex: a regular expression that the whole text matches, in the syntax of Rust's crate regex.
+    choice: strings, one of which the text is.
+    json_object: any JSON object.
+
+    Raises RequestError, which names the field, for a value of another kind. Whether a schema or an expression can be
+    followed shows when the request is added.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: SequenceOf[str] | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        name = "structured_outputs"
+        if not isinstance(self.json_object, bool):
+            raise RequestError(f"{name}.json_object must be true or false, not {self.json_object!r:.80}", name)
+        given = [
+            field for field in ("json", "regex", "choice", "json_object") if getattr(self, field) not in (None, False)
+        ]
+        if len(given) != 1:
+            raise RequestError(
+                f"{name} must have exactly one of json, regex, choice, json_object, not {', '.join(given) or 'none'}",
+                name,
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise RequestError(f"{name}.regex must be a string, not {self.regex!r:.80}", name)
+        if self.choice is not None:
+            choices = self.choice
+            if not isinstance(choices, (list, tuple)) or not choices or not all(type(one) is str for one in choices):
+                raise RequestError(f"{name}.choice must be a list of strings, at least one, not {choices!r:.80}", name)
+            object.__setattr__(self, "choice", tuple(choices))
+
+    @property
+    def constraint(self) -> tuple[str, str]:
+        """The name of the field that is given, and its value as text: of json_object a schema, of choice JSON."""
+        if self.json is not None:
+            return "json", cast("str", self.json)
+        if self.regex is not None:
+            return "regex", self.regex
+        return ("choice", json.dumps(self.choice)) if self.choice is not None else ("json_object", '{"type":"object"}')
+
+
+def _schema_text(schema: object) -> str:
+    """A JSON schema as compact text, in its own order."""
+    name = "structured_outputs"
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            return json.dumps(dict(found), separators=(",", ":"), allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"{name}.json is no JSON: {error}", name) from None
+    raise RequestError(f"{name}.json must be a schema, which is an object, not {found!r:.80}", name)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to continue one prompt. Field names are those of vLLM's class of this name.
 
@@ -96,6 +160,8 @@ class SamplingParams:
         counts too.
     min_tokens: end tokens and stop_token_ids cannot be sampled before so many tokens are there, and stop strings do not
         count that are complete by then.
+    structured_outputs: what the text must be. It binds more than all bans; where the text is complete and nothing can
+        come behind it only end tokens are left, and with ignore_eos it ends there by itself.
 
     The order in which these apply stands in worker.logits. Greedy rows obey them too.
 
@@ -123,6 +189,7 @@ class SamplingParams:
     allowed_token_ids: SequenceOf[int] | None = None
     bad_words: str | SequenceOf[str] | None = None
     min_tokens: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, _MAX_FLOAT)
@@ -163,6 +230,11 @@ class SamplingParams:
             if not allowed:
                 raise RequestError("allowed_token_ids is empty: leave it out to allow all tokens", "allowed_token_ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, not {wanted!r:.80}", "structured_outputs"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -1,0 +1,197 @@
+"""Constrained output: what a sequence may go on with, as masks of tokens. Torch-free, by the library llguidance.
+
+A constraint is compiled once (`Grammars.get`, when the request comes) and copied for each sequence (`Grammar.matcher`).
+A matcher takes the tokens that were sampled, and has the mask of those that may come next, for Row.mask.
+
+JSON comes without white space between its parts, so that blanks cannot use up the tokens; white space in strings stays
+as it is. Special tokens are never part of the text. The end belongs to us, not to the library: it is told of a special
+token of our own making, which stands for it and is no token of the model; where the text may end the mask allows the
+request's end tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+
+from paged.errors import RequestError, RequestFailed
+from worker.step import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+PARAM = "structured_outputs"
+MAX_CHARACTERS = 2**20  # of a constraint; the library's own limits bound what it is compiled to
+_KEPT = 64  # compiled constraints
+_END = "<|paged: end of a constrained text|>"
+
+Bits = npt.NDArray[np.uint8]  # bit i % 8 of the i // 8th byte is token i
+
+
+class Matcher:
+    """Where one sequence stands in its grammar.
+
+    mask: of the tokens that may come next, as Row has it. complete: the text may end here. ended: it is complete,
+    nothing can come behind it, and there is no token that would end it.
+    """
+
+    def __init__(self, grammar: Grammar, ends: Collection[int]) -> None:
+        self._grammar = grammar
+        self._ends = grammar.bits_of(ends)
+        self._matcher = grammar.first.deep_copy()
+        self._look(grammar.first_bits)
+
+    def take(self, token_id: int) -> None:
+        """The next token is this one. Raises RequestFailed where it may not be, or where the library gives up."""
+        if not _has(self.mask, token_id):
+            raise RequestFailed(f"token {token_id} was sampled, which the constraint does not allow there")
+        if _has(self._ends, token_id):
+            return  # the end
+        self._matcher.consume_token(token_id)
+        self._look(self._grammar.bits(self._matcher))
+
+    def _look(self, bits: Bits) -> None:
+        self.complete = _has(bits, self._grammar.end)
+        # An end token that is no special one might be allowed as text, too, and would end it too early.
+        allowed = bits[: len(self._ends)] & self._grammar.own & ~self._ends
+        has_more = bool(allowed.any())
+        if self.complete:
+            allowed |= self._ends
+        elif not has_more:
+            raise RequestFailed("the constraint asks here for what no token of the model can write")
+        self.ended = self.complete and not allowed.any()
+        self.mask = allowed.tobytes()
+
+
+class Grammar:
+    """One compiled constraint. end: the token that stands for its end. own: which tokens are the model's."""
+
+    def __init__(self, first: LLMatcher, end: int, own: Bits) -> None:
+        self.first = first  # to be copied; it takes no token
+        self.end = end
+        self.own = own
+        self.first_bits = self.bits(first)
+
+    def matcher(self, ends: Collection[int]) -> Matcher:
+        """For one sequence, at its beginning, that these tokens end. Raises RequestFailed where none can begin it."""
+        return Matcher(self, ends)
+
+    def bits(self, matcher: LLMatcher) -> Bits:
+        """What may come next. Raises RequestFailed where the library gives up."""
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            raise RequestFailed(f"the constraint cannot be followed: {_reason(matcher)}")
+        return bits
+
+    def bits_of(self, token_ids: Iterable[int]) -> Bits:
+        """The bits of these tokens, as far as they are the model's."""
+        return _packed(token_ids, len(self.own)) & self.own
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, and keeps the latest. It may be used by several threads."""
+
+    def __init__(self, tokenizer: FastTokenizer, vocab_size: int) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._own = _packed(range(vocab_size), -(-vocab_size // 32) * 4)
+        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._end = 0
+
+    def get(self, constraint: StructuredOutputsParams) -> Grammar:
+        """The compiled constraint. Raises RequestError, which names the field, for one that cannot be followed."""
+        with self._lock:
+            if (found := self._kept.get(constraint)) is not None:
+                self._kept.move_to_end(constraint)
+                return found
+            grammar = self._compile(constraint)
+            self._kept[constraint] = grammar
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return grammar
+
+    def _compile(self, constraint: StructuredOutputsParams) -> Grammar:
+        library = _library()
+        field, text = constraint.constraint
+        where = f"{PARAM}.{field}"
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(f"{where} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed", PARAM)
+        tokenizer = self._made(library)
+        try:
+            source = _SOURCES[field](library.LLMatcher, text)
+            limits = library.LLParserLimits(verbose_errors=False)
+            matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            return Grammar(matcher, self._end, self._own)
+        except (ValueError, RecursionError, RequestFailed) as error:  # also UnicodeEncodeError, of half a character
+            raise RequestError(f"{where}: {error}", PARAM) from None
+
+    def _made(self, library: Any) -> LLTokenizer:
+        """The library's tokenizer. A second for a large vocabulary, so it is made when the first request asks."""
+        if self._tokenizer is None:
+            tokenizer = FastTokenizer.from_str(self._source.to_str())
+            tokenizer.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
+            end = tokenizer.token_to_id(_END)
+            if end is None or self._source.id_to_token(end) is not None:
+                raise RequestError("this model's tokenizer cannot be constrained: its token ids have gaps", PARAM)
+            most = max(self._vocab_size, tokenizer.get_vocab_size())
+            try:
+                self._tokenizer = library.LLTokenizer(tokenizer.to_str(), n_vocab=most, eos_token=end)
+            except ValueError as error:
+                raise RequestError(f"this model's tokenizer cannot be constrained: {error}", PARAM) from None
+            self._end = end
+            self._own &= ~_packed((end,), len(self._own))  # whose row of the model, if there is one, is no text
+        return self._tokenizer
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            "constrained output needs the package llguidance: pip install 'paged-kv[structured]'", PARAM
+        ) from None
+    return llguidance
+
+
+def _json(matcher: Any, schema: str) -> Any:
+    return matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+
+
+def _choice(matcher: Any, choices: str) -> Any:
+    return matcher.grammar_from_regex("|".join(re.escape(choice) for choice in json.loads(choices)))
+
+
+# Of each field of StructuredOutputsParams: what its text is to the library.
+_SOURCES: dict[str, Callable[[Any, str], Any]] = {
+    "json": _json,
+    "json_object": _json,
+    "regex": lambda matcher, regex: matcher.grammar_from_regex(regex),
+    "choice": _choice,
+}
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The library's, on one line."""
+    return " ".join(matcher.get_error().split())[:300]
+
+
+def _packed(token_ids: Iterable[int], num_bytes: int) -> Bits:
+    """The bits of token ids; those that have no place are left out."""
+    flags = np.zeros(num_bytes * 8, dtype=np.uint8)
+    flags[[token for token in token_ids if 0 <= token < len(flags)]] = 1
+    return np.packbits(flags, bitorder="little")
+
+
+def _has(bits: Bits | bytes, token_id: int) -> bool:
+    return 0 <= token_id < 8 * len(bits) and bool(bits[token_id // 8] >> token_id % 8 & 1)
