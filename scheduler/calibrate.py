@@ -164,7 +164,7 @@ def calibrate(llm: LLM) -> CostModel:
         f"{llm.model_name}, {llm.config.quantization or it.dtype}, {it.threads} threads, {it.backend_reason}: "
         f"{len(probes)} kinds of steps in {time.perf_counter() - start:.0f} s"
     )
-    return replace(model, step=model.step + one - a_row, sample=model.sample + a_row, measured=measured)
+    return replace(model, step=model.step + max(0.0, one - a_row), sample=model.sample + a_row, measured=measured)
 
 
 def _engine_seconds(llm: LLM, batch: int) -> float:

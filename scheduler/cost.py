@@ -17,8 +17,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ def parse_cost(text: str) -> CostModel:
     if "=" in text:
         parts = [part.split("=", 1) for part in text.split(",")]
         try:
-            given = {part[0].strip(): float(part[1]) for part in parts}
+            given: dict[str, Any] = {part[0].strip(): float(part[1]) for part in parts}
         except (ValueError, IndexError):
             raise ConfigError(
                 f"cost {text!r:.80} is not understood: give numbers as step=0.006,token=0.0004, or a file"
@@ -103,18 +104,20 @@ def fit(works: SequenceOf[SequenceOf[float]], seconds: SequenceOf[float]) -> Cos
     """The model, no term negative, whose squared relative errors are least.
 
     works: of each measured step what `CostModel.seconds` takes, as seconds: what it took.
-    The least squares under that constraint are the plain ones of some subset of the terms, so every subset is tried.
+    The least squares under that constraint are the plain ones of some subset of the terms, so every subset is tried
+    (with `step`, which every step has).
     """
     measured = np.array(seconds)
     rows = np.concatenate((np.ones((len(works), 1)), np.array(works)), axis=1)
     a = rows / measured[:, None]
     best, least = np.zeros(len(TERMS)), np.inf
-    for size in range(1, len(TERMS) + 1):
-        for chosen in itertools.combinations(range(len(TERMS)), size):
+    for size in range(len(TERMS)):
+        for others in itertools.combinations(range(1, len(TERMS)), size):
+            chosen = (0, *others)
             found = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
             rest = float(((a[:, chosen] @ found - 1) ** 2).sum())
             if rest < least and (found >= 0).all():
                 best, least = np.zeros(len(TERMS)), rest
-                best[list(chosen)] = found
-    model = CostModel(*best.tolist())
-    return replace(model, error=float(np.median(np.abs(a @ best - 1))))
+                best[[*chosen]] = found
+    step, token, sample, read, pair = best.tolist()
+    return CostModel(step, token, sample, read, pair, error=float(np.median(np.abs(a @ best - 1))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from scheduler.config import EngineConfig
 from scheduler.cost import CostModel, parse_cost
 from scheduler.plan_report import memory, seconds
 from scheduler.planner import Capacity, Planner, Run, Targets
+from scheduler.simulate import refusal
 from scheduler.traces import Trace, read_trace
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ def run(
     it = plan(config, resolve(config.model).config, runs_here=False)
     assert it.limits is not None
     assert it.layout is not None
+    refused = Counter(refusal(request, it.limits) for request in trace.requests)
+    if None not in refused:
+        why = ", ".join(f"{number:,} {reason}" for reason, number in refused.items())
+        raise ConfigError(f"no request of trace {trace_path} can be served: {why}")
     _say(_described(trace))
     model = _measured(config, it) if given is None else given
     _say(f"cost of a step: {model}" + ("" if model.error is None else f", off by {model.error:.1%} in median"))

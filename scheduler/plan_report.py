@@ -13,7 +13,7 @@ from scheduler.cost import Floats
 from scheduler.planner import Capacity, Run
 
 WIDTH, HEIGHT = 620, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 46  # around the plot itself
+LEFT, RIGHT, TOP, BOTTOM = 64, 30, 14, 46  # around the plot itself
 COLORS = ("#1f5fa8", "#c2571a", "#2e7d4f", "#7a4fa3")
 DASHES = ("", "7 4", "2 3", "9 3 2 3")  # so that lines are told apart without colours
 
@@ -99,8 +99,6 @@ def answers(capacity: Capacity) -> list[str]:
     base, targets, chosen = capacity.base.replay, capacity.targets, capacity.chosen
     aim = f"first token {seconds(targets.first)} and between tokens {seconds(targets.gap)} at the 99th percentile"
     found = []
-    if not base.served:
-        return ["no request of this trace can be served with this memory: give more, or another max_model_len"]
     if base.overloaded:
         found.append(
             f"overloaded: arrivals need {base.load:.1f} x this machine; by arithmetic that is "
@@ -207,13 +205,16 @@ def timeline(name: str, run: Run) -> str:
 
 def pools(capacity: Capacity) -> str:
     """99th percentiles over the memory of a replica, with the knee."""
-    runs = capacity.by_pool
+    largest = capacity.by_pool[-1]
+    runs = [run for run in capacity.by_pool if run.replay.served == largest.replay.served]
     knee = [] if capacity.knee is None else [(capacity.knee.kv_bytes / 2**30, "knee")]
-    text = (
-        f"99th percentiles by memory of a replica, with {capacity.replicas}. "
-        + "; ".join(f"{memory(r.kv_bytes)}: first token {seconds(r.replay.first_token(99))}" for r in runs)
-        + "."
-    )
+    said = [f"{memory(run.kv_bytes)}: first token {seconds(run.replay.first_token(99))}" for run in runs]
+    said += [
+        f"{memory(run.kv_bytes)} serves only {run.replay.served:,} requests and is left out"
+        for run in capacity.by_pool
+        if run.replay.served != largest.replay.served
+    ]
+    text = f"99th percentiles by memory of a replica, with {capacity.replicas}. {'; '.join(said)}."
     return figure(text, _percentiles(runs, [run.kv_bytes / 2**30 for run in runs]), x_name="GiB of pages a replica",
                   y_name="seconds", log_x=True, log_y=True, marks=knee, dots=True)  # fmt: skip
 
@@ -295,11 +296,11 @@ def figure(
     for tick in x_axis.ticks:
         at = x_axis(tick)
         parts.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:,.4g}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:,.6g}</text>')
     for tick in y_axis.ticks:
         at = y_axis(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:,.4g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
     parts.append(f'<path class="axis" fill="none" d="M{LEFT},{TOP}V{bottom}H{right}"/>')
     for i, line in enumerate(lines):
         parts += _drawn(line, i, x_axis, y_axis, dots)

@@ -228,7 +228,7 @@ def simulate(
     same = np.zeros(0 if prefix_caching else max(r.prompt_tokens for r in trace.requests), dtype=np.int32)
     longest = limits.longest()
     for number, request in enumerate(trace.requests):
-        if request.prompt_tokens + request.output_tokens > longest and (why := _refusal(request, limits)):
+        if request.prompt_tokens + request.output_tokens > longest and (why := refusal(request, limits)):
             refused[why] = refused.get(why, 0) + 1
             continue
         _run(engines, until=request.arrival)
@@ -266,7 +266,7 @@ def _run(engines: Iterable[Replica], until: float) -> None:
             engine.step()
 
 
-def _refusal(request: TraceRequest, limits: policy.Limits) -> str | None:
+def refusal(request: TraceRequest, limits: policy.Limits) -> str | None:
     """Why an engine would refuse it, without its own numbers; None if it would not."""
     try:
         policy.resolve_max_tokens(request.prompt_tokens, request.output_tokens, False, limits)
