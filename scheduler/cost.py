@@ -5,7 +5,7 @@
     step         whatever is in it: weights are read once, the engine does its part
     tokens       of all rows: multiplied with the weights
     sampled      rows that sample: the head, the draw, and the engine's part for a sequence
-    read tokens  K and V that attention reads: for each row the tokens after whose K and V it comes (its context)
+    read tokens  K and V that attention reads: the tokens before each row (its context), but what is shared only once
     pairs        a query and a key that it sees: a chunk of n tokens after c others has n * c + n * (n + 1) / 2
 
 In layers with a window a row sees no more than that of its context; read tokens and pairs are averaged over the groups

@@ -12,7 +12,7 @@ requests that have not ended, and of its own prompt what that replica has not se
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,16 @@ _PARAMS = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class SimulatedExecutor:
-    """Implements worker.executor.Executor. `seconds` is what the last step takes; tokens are made up, no two alike."""
+    """Implements worker.executor.Executor. `seconds` is what the last step takes; tokens are made up, no two alike.
 
-    def __init__(self, num_pages: int, cost: CostModel, windows: Windows = (None,)) -> None:
+    held: the tokens that all pages in use have room for, each page counted once. No more are read, whoever shares them.
+    """
+
+    def __init__(
+        self, num_pages: int, cost: CostModel, windows: Windows = (None,), held: Callable[[], float] = lambda: np.inf
+    ) -> None:
         self.num_pages = num_pages
+        self._held = held
         self.cost = cost
         self.windows = windows
         self.seconds = 0.0
@@ -70,7 +76,7 @@ class SimulatedExecutor:
                 seen = attended(n, context, self.windows)
                 read += seen[0]
                 pairs += seen[1]
-        self.seconds = self.cost.seconds(tokens, len(sampled), read, pairs)
+        self.seconds = self.cost.seconds(tokens, len(sampled), min(read, self._held()), pairs)
         # Negative, as no prompt of a trace has them but those without ids, which begin otherwise.
         return StepResult(step.number, tuple(sampled), tuple([-1 - seq_id for seq_id in sampled]))
 
@@ -111,7 +117,8 @@ class Replica:
     def __init__(self, limits: policy.Limits, cost: CostModel, prefix_caching: bool) -> None:
         manager = KVCacheManager(limits.num_pages + 1, limits.page_size, prefix_caching, limits.windows, poison=False)
         self.scheduler = Scheduler(manager, limits)
-        self.executor = SimulatedExecutor(limits.num_pages + 1, cost, limits.windows)
+        tokens = limits.page_size / len(limits.windows)  # of a page, as a share of all groups
+        self.executor = SimulatedExecutor(limits.num_pages + 1, cost, limits.windows, lambda: manager.num_used * tokens)
         self.clock = 0.0
         self.busy = 0.0  # seconds in steps
         self.outstanding = 0  # tokens, prompt and output, of requests that have not ended

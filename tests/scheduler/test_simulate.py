@@ -137,6 +137,17 @@ def test_prompts_that_begin_alike_hit_all_but_the_first_time() -> None:
     assert simulate(alike(5, apart=100.0), LIMITS, COST, prefix_caching=False).hit_rate == 0
 
 
+def test_what_sequences_share_is_read_once() -> None:
+    """Two prompts of 17 tokens that share 16: five pages and one of its own hold them, and 24 tokens are all there is.
+
+    The second waits for the first's pages, then computes its last token beside the first's second.
+    """
+    both = trace(*(TraceRequest(0.0, 17, 3, (0, 1), block_tokens=8) for _ in range(2)))
+    replay = simulate(both, LIMITS, COST)
+    assert replay.hit_rate == 16 / 34
+    close(replay.steps, 1 + 1.7, 1 + 0.2 + 0.24, 1 + 0.2 + 0.24, 1 + 0.1 + 0.18)
+
+
 def test_without_content_nothing_hits() -> None:
     replay = simulate(trace(*(TraceRequest(100.0 * i, 20, 2) for i in range(5))), LIMITS, COST)
     assert replay.hit_rate == 0
