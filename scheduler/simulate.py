@@ -60,7 +60,7 @@ class SimulatedExecutor:
         step, self._step = self._step, None
         assert step is not None, "no step is under way"
         for seq_id in step.finished:
-            del self._computed[seq_id]
+            self._computed.pop(seq_id, None)
         computed, tokens, read, pairs, sampled = self._computed, 0, 0.0, 0.0, []
         for row in step.rows:
             seq_id, n = row.seq_id, row.num_tokens

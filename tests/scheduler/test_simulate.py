@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost import CostModel
+from scheduler.engine import Engine
 from scheduler.policy import Limits
-from scheduler.simulate import Replay, simulate
+from scheduler.simulate import Replay, SimulatedExecutor, simulate
 from scheduler.traces import Trace, TraceRequest
+from worker.executor import Executor
 from worker.step import SamplingParams
 
 COST = CostModel(step=1.0, token=0.1, read=0.01)
@@ -124,6 +126,20 @@ def test_it_takes_the_steps_that_an_engine_takes(pages: int) -> None:
     assert replay.stats[0] == engine.stats
     assert replay.hit_rate > 0.1
     assert (replay.preemptions > 0) == (pages == 24)
+
+
+def test_an_engine_runs_over_the_simulated_worker() -> None:
+    """It is an Executor as any other: whole answers come, and each step has its seconds."""
+    executor: Executor = SimulatedExecutor(LIMITS.num_pages + 1, COST)
+    engine = Engine(executor, None, LIMITS, vocab_size=1000)
+    engine.add("a", list(range(10)), SamplingParams(temperature=0, max_tokens=3))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3]
+    assert isinstance(executor, SimulatedExecutor)
+    assert executor.seconds == pytest.approx(1 + 0.1 + 0.11)
+    engine.close()
 
 
 def alike(count: int, apart: float) -> Trace:
