@@ -155,7 +155,7 @@ def plan_command(
     ttft_p99: Annotated[float, typer.Option(help="target: seconds to the first token, 99th percentile")] = 5.0,
     itl_p99: Annotated[float, typer.Option(help="target: seconds between tokens, 99th percentile")] = 0.5,
     max_replicas: Annotated[int, typer.Option(min=1, help="most replicas to try")] = 16,
-    cost: Annotated[str | None, typer.Option(help="file, or step=s,token=s,... [measured here, in 15 s]")] = None,
+    cost: Annotated[str | None, typer.Option(help="file, or step=s,token=s,... [measured here, in 20 s]")] = None,
     save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="write what was measured, for --cost")] = None,
 ) -> None:
     """How many pages and replicas hold a given wait: replays a trace without the model. --kv-memory may be any."""

@@ -1,9 +1,10 @@
 """What a step takes, without running it: a sum of a few terms, fitted to steps of the real model or given as numbers.
 
-    seconds = step + token * tokens + sample * sampled + read * read tokens + pair * pairs
+    seconds = step + token * tokens + more * max(0, tokens - few)
+              + sample * sampled + read * read tokens + pair * pairs
 
     step         whatever is in it: weights are read once, the engine does its part
-    tokens       of all rows: multiplied with the weights
+    tokens       of all rows: multiplied with the weights, which for the first `few` hides behind reading them
     sampled      rows that sample: the head, the draw, and the engine's part for a sequence
     read tokens  K and V that attention reads: the tokens before each row (its context), but what is shared only once
     pairs        a query and a key that it sees: a chunk of n tokens after c others has n * c + n * (n + 1) / 2
@@ -36,9 +37,11 @@ class CostModel:
 
     step: float
     token: float = 0.0
+    more: float = 0.0
     sample: float = 0.0
     read: float = 0.0
     pair: float = 0.0
+    few: int = 0
     error: float | None = None
     measured: str = ""  # what it was fitted to, in words
 
@@ -47,22 +50,31 @@ class CostModel:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e6:
                 raise ConfigError(f"{name} of a cost model must be seconds, a number of at least 0, not {value!r:.40}")
+        if self.few < 0 or self.few != int(self.few):
+            raise ConfigError(
+                f"few of a cost model must be a whole number of tokens of at least 0, not {self.few!r:.40}"
+            )
         if self.step + self.token == 0:
             raise ConfigError("a cost model in which a step takes no time answers nothing: give step, or token")
 
     def seconds(self, tokens: float, sampled: float, read: float, pairs: float) -> float:
         """Of one step."""
-        return self.step + self.token * tokens + self.sample * sampled + self.read * read + self.pair * pairs
+        attention = self.read * read + self.pair * pairs
+        return (
+            self.step + self.token * tokens + self.more * max(0, tokens - self.few) + self.sample * sampled + attention
+        )
 
     def __str__(self) -> str:
-        parts = (f"{getattr(self, name) * 1e6:.4g} us * {name}" for name in TERMS[1:] if getattr(self, name))
+        called = dict(zip(TERMS, TERMS, strict=True)) | {"more": f"token after {self.few:g}"}
+        parts = (f"{getattr(self, name) * 1e6:.4g} us * {called[name]}" for name in TERMS[1:] if getattr(self, name))
         return " + ".join((f"{self.step * 1e3:.4g} ms", *parts))
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-TERMS = tuple(field.name for field in fields(CostModel))[:5]
+FEWS = (8, 16, 32, 64, 128, 256)
+TERMS = tuple(field.name for field in fields(CostModel))[:6]
 
 
 def parse_cost(text: str) -> CostModel:
@@ -105,19 +117,21 @@ def fit(works: SequenceOf[SequenceOf[float]], seconds: SequenceOf[float]) -> Cos
 
     works: of each measured step what `CostModel.seconds` takes, as seconds: what it took.
     The least squares under that constraint are the plain ones of some subset of the terms, so every subset is tried
-    (with `step`, which every step has).
+    (with `step`, which every step has), and for `few` some powers of two.
     """
-    measured = np.array(seconds)
-    rows = np.concatenate((np.ones((len(works), 1)), np.array(works)), axis=1)
-    a = rows / measured[:, None]
-    best, least = np.zeros(len(TERMS)), np.inf
-    for size in range(len(TERMS)):
-        for others in itertools.combinations(range(1, len(TERMS)), size):
-            chosen = (0, *others)
-            found = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
-            rest = float(((a[:, chosen] @ found - 1) ** 2).sum())
-            if rest < least and (found >= 0).all():
-                best, least = np.zeros(len(TERMS)), rest
-                best[[*chosen]] = found
-    step, token, sample, read, pair = best.tolist()
-    return CostModel(step, token, sample, read, pair, error=float(np.median(np.abs(a @ best - 1))))
+    measured, given = np.array(seconds), np.array(works)
+    best, least, error, few = np.zeros(len(TERMS)), np.inf, 0.0, 0
+    for some in FEWS:
+        more = np.maximum(0, given[:, 0] - some)
+        a = np.column_stack((np.ones(len(given)), given[:, 0], more, given[:, 1:])) / measured[:, None]
+        for size in range(len(TERMS)):
+            for others in itertools.combinations(range(1, len(TERMS)), size):
+                chosen = (0, *others)
+                found = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
+                rest = float(((a[:, chosen] @ found - 1) ** 2).sum())
+                if rest < least * (1 - 1e-9) and (found >= 0).all():
+                    best, least, few = np.zeros(len(TERMS)), rest, some
+                    best[[*chosen]] = found
+                    error = float(np.median(np.abs(a @ best - 1)))
+    step, token, more_s, sample, read, pair = best.tolist()
+    return CostModel(step, token, more_s, sample, read, pair, few if more_s else 0, error=error)

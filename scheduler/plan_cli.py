@@ -122,7 +122,7 @@ def _measured(config: EngineConfig, it: Plan) -> CostModel:
     tokens = max(MOST_CONTEXT, it.limits.max_model_len) + it.limits.page_size
     least = tokens * it.layout.bytes_per_token + it.layout.bytes_per_page
     pages = (it.limits.num_pages + 1) * it.layout.bytes_per_page
-    _say("measuring steps of the model, about 15 s")
+    _say("measuring steps of the model, about 20 s")
     llm = LLM.from_config(replace(config, kv_memory=min(least, pages)))
     model = calibrate(llm)
     llm.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paged import LLM, ConfigError, SamplingParams
 from scheduler.calibrate import calibrate
-from scheduler.cost import CostModel, attended, fit, parse_cost
+from scheduler.cost import TERMS, CostModel, attended, fit, parse_cost
 
 
 @given(n=st.integers(1, 40), context=st.integers(0, 60), windows=st.lists(st.none() | st.integers(1, 50), min_size=1))
@@ -32,12 +32,17 @@ def steps(count: int) -> list[list[float]]:
 
 
 def test_a_fit_finds_the_model_that_the_times_come_from() -> None:
-    true = CostModel(0.01, 2e-4, 1e-4, 3e-6, 1e-7)
-    found = fit(steps(50), [true.seconds(*work) for work in steps(50)])
-    assert (found.step, found.token, found.sample, found.read, found.pair) == pytest.approx(
-        (0.01, 2e-4, 1e-4, 3e-6, 1e-7), rel=1e-6
-    )
+    true = CostModel(0.01, 1e-4, 2e-4, 1e-4, 3e-6, 1e-7, few=32)
+    found = fit(steps(200), [true.seconds(*work) for work in steps(200)])
+    assert found.few == 32
+    for name in TERMS:
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6)
     assert found.error == pytest.approx(0, abs=1e-9)
+
+
+def test_the_first_tokens_cost_less_than_those_after() -> None:
+    model = CostModel(step=1.0, token=0.1, more=0.5, few=8)
+    assert [model.seconds(n, 0, 0, 0) for n in (1, 8, 10)] == pytest.approx([1.1, 1.8, 3.0])
 
 
 def test_no_term_of_a_fit_is_negative_and_its_error_is_told() -> None:
@@ -66,6 +71,7 @@ def test_numbers_and_files_give_the_same_model(tmp_path: Path) -> None:
         ("step=-1", "step of a cost model must be seconds"),
         ("step=nan", "step of a cost model must be seconds"),
         ("step=0", "takes no time"),
+        ("step=1,few=0.5", "few of a cost model must be a whole number"),
         ("none.json", "cannot be read as JSON"),
     ],
 )
