@@ -1,4 +1,4 @@
-"""The command line: paged generate, paged batch, paged info.
+"""The command line: paged generate, paged batch, paged info, paged plan, paged bench.
 
 Settings are the fields of EngineConfig as options. Whatever is wrong with what the user gave is one line on stderr and
 exit code 2. Answers go to stdout or a file, everything else to stderr.
@@ -175,6 +175,25 @@ def info(*, config: EngineConfig) -> None:
     rows.append(("pool", it.sizing))
     for name, value in rows:
         print(f"{name:18} {value}")
+
+
+@app.command("plan")
+@with_settings
+def plan_command(
+    *,
+    config: EngineConfig,
+    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="JSONL of ours or Mooncake's, CSV of Azure's")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="OUT.html", help="write a report")] = None,
+    ttft_p99: Annotated[float, typer.Option(help="target: seconds to the first token, 99th percentile")] = 5.0,
+    itl_p99: Annotated[float, typer.Option(help="target: seconds between tokens, 99th percentile")] = 0.5,
+    max_replicas: Annotated[int, typer.Option(min=1, help="most replicas to try")] = 16,
+    cost: Annotated[str | None, typer.Option(help="file, or step=s,token=s,... [measured here, in 20 s]")] = None,
+    save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="write what was measured, for --cost")] = None,
+) -> None:
+    """How many pages and replicas hold a given wait: replays a trace without the model. --kv-memory may be any."""
+    from scheduler import plan_cli
+
+    plan_cli.run(config, trace, output, ttft_p99, itl_p99, max_replicas, cost, save_cost)
 
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)

@@ -77,9 +77,10 @@ class Plan:
         )
 
 
-def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
+def plan(config: EngineConfig, model: ModelConfig | None = None, *, runs_here: bool = True) -> Plan:
     """Resolve `config` against this machine and the model, as far as it is known. Downloads and loads nothing.
 
+    runs_here: whether this machine has to have the memory; else kv_memory in bytes is taken as it is.
     Raises ConfigError for what cannot work here.
     """
     model = model or peek(config.model)
@@ -94,8 +95,9 @@ def plan(config: EngineConfig, model: ModelConfig | None = None) -> Plan:
             f"is {backend} ({reason}): leave deterministic out, or attention_backend and device at auto"
         )
     weights = 0 if model is None else _weight_bytes(model, dtype, config.quantization, backend == "native")
+    wanted = parse_memory(config.kv_memory)
     memory = cuda_memory() if device == "cuda" else host_memory()
-    kv_bytes = pool_bytes(parse_memory(config.kv_memory), memory, weights)
+    kv_bytes = pool_bytes(wanted, memory if runs_here or isinstance(wanted, float) else None, weights)
     budget = config.max_num_batched_tokens or (4096 if device == "cuda" else 512)
     known: dict[str, Any] = {}
     if model is not None:
