@@ -39,13 +39,15 @@ def run(
         if not 0 < value < math.inf:
             raise ConfigError(f"--{name} must be seconds, more than 0, not {value}")
     given = None if cost is None else parse_cost(cost)
+    if config.num_speculative_tokens:
+        raise ConfigError("a trace has no text to look drafts up in: leave num_speculative_tokens out")
     if given is not None and save_cost is not None:
         raise ConfigError("--save-cost writes what is measured, and with --cost nothing is: leave one out")
     trace = read_trace(trace_path)
     for path in (output, save_cost):
         _check_writable(path, trace_path)
 
-    from scheduler.llm import plan
+    from scheduler.llm import plan, rules
     from worker.checkpoints import resolve
 
     it = plan(config, resolve(config.model).config, runs_here=False)
@@ -76,6 +78,7 @@ def run(
         model,
         Targets(ttft_p99, itl_p99),
         prefix_caching=config.enable_prefix_caching,
+        rules=rules(config),
         max_replicas=max_replicas,
         processes=it.threads,
         on_run=tell,

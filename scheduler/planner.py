@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.cost import CostModel
-from scheduler.policy import Limits
+from scheduler.policy import Limits, Rules
 from scheduler.simulate import Replay, simulate
 from scheduler.traces import Trace
 
@@ -96,13 +96,14 @@ class Planner:
         targets: Targets,
         *,
         prefix_caching: bool = True,
+        rules: Rules | None = None,
         max_replicas: int = 16,
         processes: int = 1,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.trace, self.limits, self.targets = trace, limits, targets
         self._bytes_per_page = bytes_per_page
-        self._given = trace, cost, prefix_caching
+        self._given = trace, cost, prefix_caching, rules
         self._max_replicas = max_replicas
         self._on_run = on_run
         tokens = sum(request.prompt_tokens + request.output_tokens for request in trace.requests)
@@ -227,13 +228,13 @@ def _helps(fewer: Replay, more: Replay) -> bool:
     )
 
 
-_here: tuple[Trace, CostModel, bool] | None = None  # in another process: what it replays
+_here: tuple[Trace, CostModel, bool, Rules | None] | None = None  # in another process: what it replays
 
 
-def _begin(trace: Trace, cost: CostModel, prefix_caching: bool) -> None:
+def _begin(trace: Trace, cost: CostModel, prefix_caching: bool, rules: Rules | None) -> None:
     global _here
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
-    _here = trace, cost, prefix_caching
+    _here = trace, cost, prefix_caching, rules
 
 
 def _replay_here(limits: Limits, replicas: int) -> Replay:
@@ -241,8 +242,10 @@ def _replay_here(limits: Limits, replicas: int) -> Replay:
     return _replay(*_here, limits, replicas)
 
 
-def _replay(trace: Trace, cost: CostModel, prefix_caching: bool, limits: Limits, replicas: int) -> Replay:
-    return thin(simulate(trace, limits, cost, replicas, prefix_caching))
+def _replay(
+    trace: Trace, cost: CostModel, prefix_caching: bool, rules: Rules | None, limits: Limits, replicas: int
+) -> Replay:
+    return thin(simulate(trace, limits, cost, replicas, prefix_caching, rules))
 
 
 def thin(replay: Replay) -> Replay:

@@ -114,9 +114,11 @@ class _Times:
 class Replica:
     """One engine of a simulation: a scheduler, a manager, a clock."""
 
-    def __init__(self, limits: policy.Limits, cost: CostModel, prefix_caching: bool) -> None:
+    def __init__(
+        self, limits: policy.Limits, cost: CostModel, prefix_caching: bool, rules: policy.Rules | None = None
+    ) -> None:
         manager = KVCacheManager(limits.num_pages + 1, limits.page_size, prefix_caching, limits.windows, poison=False)
-        self.scheduler = Scheduler(manager, limits)
+        self.scheduler = Scheduler(manager, limits, rules)
         tokens = limits.page_size / len(limits.windows)  # of a page, as a share of all groups
         self.executor = SimulatedExecutor(limits.num_pages + 1, cost, limits.windows, lambda: manager.num_used * tokens)
         self.clock = 0.0
@@ -156,6 +158,7 @@ class Replica:
         self.clock += self.executor.seconds
         self.busy += self.executor.seconds
         self.step_seconds.append(self.executor.seconds)
+        scheduler.took(self.executor.seconds)
         finished = stats.finished
         changed = scheduler.update(result)
         self.times.tokens(result.seq_ids, self.clock)
@@ -225,11 +228,16 @@ def _percentile(values: Floats, percent: float) -> float:
 
 
 def simulate(
-    trace: Trace, limits: policy.Limits, cost: CostModel, replicas: int = 1, prefix_caching: bool = True
+    trace: Trace,
+    limits: policy.Limits,
+    cost: CostModel,
+    replicas: int = 1,
+    prefix_caching: bool = True,
+    rules: policy.Rules | None = None,
 ) -> Replay:
     """Replay a trace through so many engines with these limits each. What an engine would refuse is refused."""
     prefix_caching = prefix_caching and trace.has_content
-    engines = [Replica(limits, cost, prefix_caching) for _ in range(replicas)]
+    engines = [Replica(limits, cost, prefix_caching, rules) for _ in range(replicas)]
     served, refused = 0, dict[str, int]()
     # Where nothing is looked up any tokens will do, so all prompts are one array.
     same = np.zeros(0 if prefix_caching else max(r.prompt_tokens for r in trace.requests), dtype=np.int32)
