@@ -57,7 +57,7 @@ def memory(num_bytes: float) -> str:
 
 HEADS = (
     "replicas", "memory", "pages", "served", "first p50", "first p99", "gap p50", "gap p99", "hit rate", "preempted",
-    "recomputed", "load", "holds",
+    "recomputed", "busy", "holds",
 )  # fmt: skip
 
 
