@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PARAM = "structured_outputs"
 MAX_CHARACTERS = 2**20  # of a constraint; the library's own limits bound what it is compiled to
 _KEPT = 64  # compiled constraints
+_NO_TOKEN = "no token of the model can write what must come next"
 _END = "<|paged: end of a constrained text|>"
 
 Bits = npt.NDArray[np.uint8]  # bit i % 8 of the i // 8th byte is token i
@@ -67,7 +68,7 @@ class Matcher:
         if self.complete:
             allowed |= self._ends
         elif not has_more:
-            raise RequestFailed("the constraint asks here for what no token of the model can write")
+            raise RequestFailed(f"the constraint cannot be followed: {_NO_TOKEN}")
         self.ended = self.complete and not allowed.any()
         self.mask = allowed.tobytes()
 
@@ -183,7 +184,8 @@ _SOURCES: dict[str, Callable[[Any, str], Any]] = {
 
 def _reason(matcher: LLMatcher) -> str:
     """The library's, on one line."""
-    return " ".join(matcher.get_error().split())[:300]
+    reason: str = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+    return _NO_TOKEN if reason == "NoExtensionBias" else reason[:300]
 
 
 def _packed(token_ids: Iterable[int], num_bytes: int) -> Bits:
