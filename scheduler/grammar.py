@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as FastTokenizer
 
 from paged.errors import RequestError, RequestFailed
 from worker.step import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from scheduler.text import Tokenizer
 
 PARAM = "structured_outputs"
 MAX_CHARACTERS = 2**20  # of a constraint; the library's own limits bound what it is compiled to
@@ -101,7 +102,7 @@ class Grammar:
 class Grammars:
     """Compiles constraints for one tokenizer, and keeps the latest. It may be used by several threads."""
 
-    def __init__(self, tokenizer: FastTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._own = _packed(range(vocab_size), -(-vocab_size // 32) * 4)
@@ -140,10 +141,11 @@ class Grammars:
     def _made(self, library: Any) -> LLTokenizer:
         """The library's tokenizer. A second for a large vocabulary, so it is made when the first request asks."""
         if self._tokenizer is None:
-            tokenizer = FastTokenizer.from_str(self._source.to_str())
+            tokenizer = self._source.copy()
+            taken = set(tokenizer.get_vocab().values())
             tokenizer.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
             end = tokenizer.token_to_id(_END)
-            if end is None or self._source.id_to_token(end) is not None:
+            if end is None or end in taken:
                 raise RequestError("this model's tokenizer cannot be constrained: its token ids have gaps", PARAM)
             most = max(self._vocab_size, tokenizer.get_vocab_size())
             try:
