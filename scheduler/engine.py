@@ -19,7 +19,7 @@ from paged.errors import RequestError, RequestFailed
 from paged.manager import KVCacheManager
 from scheduler import policy
 from scheduler.beam import BeamSearchParams
-from scheduler.grammar import Grammar
+from scheduler.grammar import Grammar, Grammars
 from scheduler.metrics import Metrics
 from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from scheduler.request import Family, Request, Sequence, State, TextSink
@@ -54,7 +54,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self._vocab_size = vocab_size
-        self._grammars = tokenizer.grammars(vocab_size) if tokenizer else None
+        self._grammars = Grammars(tokenizer, vocab_size) if tokenizer else None
         self._eos_token_ids = frozenset(eos_token_ids)
         manager = KVCacheManager(executor.num_pages, limits.page_size, enable_prefix_caching, limits.windows)
         self.scheduler = Scheduler(manager, limits, rules)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as FastTokenizer
 
 from paged.errors import RequestError, RequestFailed
 from worker.step import StructuredOutputsParams
@@ -29,9 +28,12 @@ from worker.step import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from scheduler.text import Tokenizer
+
 PARAM = "structured_outputs"
 MAX_CHARACTERS = 2**20  # of a constraint; the library's own limits bound what it is compiled to
 _KEPT = 64  # compiled constraints
+_NO_TOKEN = "no token of the model can write what must come next"
 _END = "<|paged: end of a constrained text|>"
 
 Bits = npt.NDArray[np.uint8]  # bit i % 8 of the i // 8th byte is token i
@@ -67,7 +69,7 @@ class Matcher:
         if self.complete:
             allowed |= self._ends
         elif not has_more:
-            raise RequestFailed("the constraint asks here for what no token of the model can write")
+            raise RequestFailed(f"the constraint cannot be followed: {_NO_TOKEN}")
         self.ended = self.complete and not allowed.any()
         self.mask = allowed.tobytes()
 
@@ -100,7 +102,7 @@ class Grammar:
 class Grammars:
     """Compiles constraints for one tokenizer, and keeps the latest. It may be used by several threads."""
 
-    def __init__(self, tokenizer: FastTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._own = _packed(range(vocab_size), -(-vocab_size // 32) * 4)
@@ -139,10 +141,11 @@ class Grammars:
     def _made(self, library: Any) -> LLTokenizer:
         """The library's tokenizer. A second for a large vocabulary, so it is made when the first request asks."""
         if self._tokenizer is None:
-            tokenizer = FastTokenizer.from_str(self._source.to_str())
+            tokenizer = self._source.copy()
+            taken = set(tokenizer.get_vocab().values())
             tokenizer.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
             end = tokenizer.token_to_id(_END)
-            if end is None or self._source.id_to_token(end) is not None:
+            if end is None or end in taken:
                 raise RequestError("this model's tokenizer cannot be constrained: its token ids have gaps", PARAM)
             most = max(self._vocab_size, tokenizer.get_vocab_size())
             try:
@@ -183,7 +186,8 @@ _SOURCES: dict[str, Callable[[Any, str], Any]] = {
 
 def _reason(matcher: LLMatcher) -> str:
     """The library's, on one line."""
-    return " ".join(matcher.get_error().split())[:300]
+    reason: str = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+    return _NO_TOKEN if reason == "NoExtensionBias" else reason[:300]
 
 
 def _packed(token_ids: Iterable[int], num_bytes: int) -> Bits:

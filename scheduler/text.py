@@ -18,7 +18,6 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as FastTokenizer
 
 from paged.errors import CheckpointError, RequestError
-from scheduler.grammar import Grammars
 from worker.step import SamplingParams
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
@@ -113,9 +112,9 @@ class Tokenizer:
                 result[ids] = None
         return tuple(result)
 
-    def grammars(self, vocab_size: int) -> Grammars:
-        """Compiles constraints for a model with so many tokens."""
-        return Grammars(self._tokenizer, vocab_size)
+    def copy(self) -> FastTokenizer:
+        """A copy of the library's tokenizer, for others to change."""
+        return FastTokenizer.from_str(self._tokenizer.to_str())
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the tokens of `text`, without tokenising it; 0 where the text may be shortened first."""
