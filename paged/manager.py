@@ -176,7 +176,10 @@ class KVCacheManager:
     def changed(self, seq_ids: SequenceOf[int]) -> list[int]:
         """Which of several sequences `take_changes` has something for, as places in `seq_ids`."""
         held = self._held
-        return [i for i, seq_id in enumerate(seq_ids) if held[seq_id].changes]
+        try:
+            return [i for i, seq_id in enumerate(seq_ids) if held[seq_id].changes]
+        except KeyError as error:
+            raise PageStateError(f"sequence {error} has no pages") from None
 
     def num_held(self, seq_ids: SequenceOf[int]) -> int:
         """Pages that sequences hold, each counted once."""

@@ -97,7 +97,8 @@ class Scheduler:
         self._lane_under_way: _Lane | None = None
         self._least_chunk = least = policy.least_chunk(limits, rules)
         self.chunk_limit = None if rules.max_step_ms is None else ChunkLimit(rules.max_step_ms / 1000, least)
-        self._scores_left = 0  # tokens that may still be scored in the step that is being planned
+        # In the step that is being planned: tokens that may still be scored, and drafts that may still be brought.
+        self._scores_left = self._drafts_left = 0
         self._mix = (0, 0)  # tokens of the step under way: decoded, of prompts
         # By request, in the texts of families that were ended for it; for the caller to take.
         self.faults: list[tuple[str, Exception]] = []
@@ -302,6 +303,9 @@ class Scheduler:
         chunks = [family for family in others if not family.decodes]
         room = budget - (self._least_chunk if chunks else 0)
         used = 0
+        # Drafts take no token from another family, be it one that waits.
+        self._drafts_left = room - sum(len(family.live) for family in decoding)
+        self._drafts_left -= self._least_chunk if self._waiting and not chunks else 0
         if decoding and decoding[0] is senior:
             room = max(room, len(senior.live))
             used += self._plan(senior, room, planned)
@@ -372,11 +376,12 @@ class Scheduler:
 
     def _with_drafts(self, shares: list[tuple[Sequence, int]], room: int) -> list[tuple[Sequence, int]]:
         """The same with drafts, as far as there is room: for a sequence's own length, and in the step."""
-        result, left = [], room - sum(num_tokens for _, num_tokens in shares)
+        result, left = [], min(room - sum(num_tokens for _, num_tokens in shares), self._drafts_left)
         for sequence, num_tokens in shares:
             most = min(sequence.draft_len, left, sequence.end_at - sequence.num_tokens - 1)
             sequence.drafts = tuple(drafts.propose(sequence.tokens, most)) if most > 0 else ()
             left -= len(sequence.drafts)
+            self._drafts_left -= len(sequence.drafts)
             result.append((sequence, num_tokens + len(sequence.drafts)))
         return result
 

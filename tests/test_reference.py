@@ -110,6 +110,49 @@ def test_a_workload_equals_transformers_when_preempted(smollm2: Checkpoint, name
         assert stats.recomputed_tokens >= 0.05 * stats.computed_tokens, stats
 
 
+# Rules of the scheduler, one at a time, and pools so small that somebody gives way (but where nobody ever does).
+RULES: dict[str, dict[str, Any]] = {
+    "guaranteed": {"admission": "guaranteed"},
+    "priority": {"policy": "priority"},
+    "longest_prefix": {"policy": "longest_prefix"},
+    "shortest": {"policy": "shortest"},
+    "cheapest": {"victim": "cheapest"},
+    "largest": {"victim": "largest"},
+    "drafts": {"num_speculative_tokens": 4},
+    "drafts, guaranteed": {"num_speculative_tokens": 4, "admission": "guaranteed"},
+    "max_step_ms": {"max_step_ms": 60.0},
+}
+
+
+def check_rules(wanted: Requests, tokens: int, **settings: Any) -> None:
+    """Requests of all classes, in a pool of so many tokens. Prints the figures that docs quote."""
+    params = [greedy(len(expected)) for _, expected in wanted]
+    classes = [(7 * i) % 21 - 10 for i in range(len(wanted))]
+    with engine(kv_memory=bytes_for(tokens), **settings) as llm:
+        assert_equal(llm.generate([prompt for prompt, _ in wanted], params, priority=classes), wanted)
+        stats = llm.engine.stats
+        print(
+            f"{settings}: {stats.num_steps} steps, {stats.preemptions} preemptions, "
+            f"{stats.recomputed_tokens / stats.computed_tokens:.1%} recomputed, "
+            f"{stats.accepted_tokens} of {stats.draft_tokens} drafts accepted"
+        )
+        assert (stats.preemptions == 0) == (settings.get("admission") == "guaranteed")
+        assert (stats.accepted_tokens > 0) == ("num_speculative_tokens" in settings)
+
+
+def test_a_sample_equals_transformers_under_other_rules(smollm2: Checkpoint) -> None:
+    wanted = sorted(requests("W1"), key=lambda request: len(request[0]))[:6]
+    drafts = {"num_speculative_tokens": 4}
+    check_rules(wanted, 320, policy="priority", victim="cheapest", enable_prefix_caching=False, **drafts)
+    check_rules(wanted, 320, policy="priority", victim="cheapest", admission="guaranteed", **drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_a_workload_equals_transformers_under_each_rule(smollm2: Checkpoint, name: str) -> None:
+    check_rules(requests("W1"), 1536, enable_prefix_caching=False, **RULES[name])
+
+
 # What must change no token: page size, budget, prefix cache; and whether a request runs alone or in a batch.
 CONFIGS = list(itertools.product([1, 16, 64], [64, 2048], [True, False]))
 PLAIN_CONFIGS = [(1, 64, True), (16, 2048, False), (64, 2048, True), (64, 64, False)]

@@ -203,7 +203,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def allocate(self, data: st.DataObject, room: int, spare: int) -> None:
         tokens = data.draw(prompts(self.page_size), label="prompt")
         num_new = data.draw(st.integers(1, 2 * self.page_size + 1), label="num_new")
-        self.begin(data.draw(salts, label="salt"), tokens, num_new, room, spare)
+        most = data.draw(st.one_of(st.none(), st.integers(0, len(tokens) + 1)), label="most_cached")
+        self.begin(data.draw(salts, label="salt"), tokens, num_new, room, spare, most)
 
     @precondition(has_room)
     @rule(data=st.data(), together=st.sampled_from([1, 1, 2]))
@@ -213,13 +214,17 @@ class ManagerMachine(RuleBasedStateMachine):
         ids = [self.next_id - 1 for _ in range(together) if self.begin(salt, list(tokens), len(tokens))]
         self.forward({seq_id: len(tokens) for seq_id in ids})
 
-    def begin(self, salt: str, tokens: list[int], num_new: int, room: int = 0, spare: int = 0) -> bool:
+    def begin(
+        self, salt: str, tokens: list[int], num_new: int, room: int = 0, spare: int = 0, most: int | None = None
+    ) -> bool:
         seq_id, size, references, groups = self.next_id, self.page_size, self.references, len(self.windows)
         seq = Sequence(salt, tokens, 0, [])
         hit = self.manager.prefix_cache.match(seq.array, namespace(salt))
+        assert self.manager.match(seq.array, namespace(salt)) == len(hit) * size < len(tokens), "a hit covers the last"
+        if most is not None:
+            hit = self.manager.prefix_cache.match(seq.array[: most + 1], namespace(salt))
+            assert len(hit) * size <= most
         cached = len(hit) * size
-        assert self.manager.match(seq.array, namespace(salt)) == cached
-        assert cached < len(tokens), "a hit covers the last token"
         first = [self.first_seen(cached, group) // size for group in range(groups)]
         shared = [[entry.pages[g] if i >= first[g] else 0 for i, entry in enumerate(hit)] for g in range(groups)]
         self.assert_content(salt, shared, tokens[:cached])  # P3
@@ -229,7 +234,8 @@ class ManagerMachine(RuleBasedStateMachine):
         available = self.available - len(found - references.keys())
 
         def call() -> int:
-            return self.manager.allocate(seq_id, seq.array, num_new, room, spare, namespace(salt), f"r{seq_id}")
+            label = f"r{seq_id}"
+            return self.manager.allocate(seq_id, seq.array, num_new, room, spare, namespace(salt), label, most)
 
         if least > available:
             error = self.refused(OutOfPages, call)
@@ -500,6 +506,8 @@ class ManagerMachine(RuleBasedStateMachine):
             lambda: manager.fork(unknown, unknown + 1),
             lambda: manager.free(unknown),
             lambda: manager.truncate(unknown, 0),
+            *(lambda f=f: f([*self.seqs, unknown]) for f in (manager.rooms, manager.num_held_each)),
+            *(lambda f=f: f([*self.seqs, unknown]) for f in (manager.num_freed, manager.changed)),
             lambda: manager.confirm_moves([*self.under_way, Move(1, 1)]),
         ]
         negative: list[Callable[[], object]] = []
@@ -543,6 +551,22 @@ class ManagerMachine(RuleBasedStateMachine):
         for use in self.manager.explain().pages:
             assert len(use.holders) == references[use.page]
             assert use.findable == (self.manager.prefix_cache.entry(use.page) is not None)
+
+    @invariant()
+    def answers_about_many_are_those_about_each(self) -> None:
+        manager, owners = self.manager, Counter(move.source for move in (*self.waiting, *self.under_way)) + self.owners
+        for ids in (list(self.seqs), list(self.seqs)[::2], []):
+            tables = [self.seqs[seq_id].pages for seq_id in ids]
+            held = [[page for table in pages for page in table if page] for pages in tables]
+            assert manager.rooms(ids).tolist() == [len(pages[0]) * self.page_size for pages in tables]
+            assert manager.num_held_each(ids).tolist() == list(map(len, held))
+            together = Counter(page for pages in held for page in pages)
+            assert manager.num_held(ids) == len(together)
+            assert manager.num_freed(ids) == sum(owners[page] == count for page, count in together.items())
+            changed = {ids[i] for i in manager.changed(ids)}
+            behind = {i for i in ids if self.seqs[i].worker is not None and self.seqs[i].worker != self.seqs[i].pages}
+            assert behind <= changed
+            assert changed == {seq_id for seq_id in ids if manager._held[seq_id].changes}
 
     @invariant()
     def every_page_that_can_be_found_holds_what_it_is_found_by(self) -> None:

@@ -43,6 +43,10 @@ WRONG: dict[str, tuple[type[Exception], Call]] = {
     "negative spare": (ValueError, lambda m: m.allocate(2, ids(*range(90)), 90, spare=-99)),
     "negative room": (ValueError, lambda m: m.allocate(2, ids(1), 1, room=-1)),
     "negative num_new": (ValueError, lambda m: m.allocate(2, ids(1), -1)),
+    "negative most_cached": (ValueError, lambda m: m.allocate(2, ids(1), 1, most_cached=-1)),
+    "most_cached of a float": (TypeError, lambda m: m.allocate(2, ids(1), 1, most_cached=1.5)),  # type: ignore[arg-type]
+    "changes of one that is unknown": (PageStateError, lambda m: m.changed([0, 7])),
+    "rooms of one that is unknown": (PageStateError, lambda m: m.rooms([0, 7])),
     "num_new of a float": (TypeError, lambda m: m.allocate(2, ids(1, 2), 1.0)),  # type: ignore[arg-type]  # the misuse
     "namespace of a text": (TypeError, lambda m: m.allocate(2, ids(1), 1, namespace="tenant")),  # type: ignore[arg-type]
     "namespace of a text in a pin": (TypeError, lambda m: m.pin(ids(1), 1.0, "tenant")),  # type: ignore[arg-type]

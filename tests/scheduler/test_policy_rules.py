@@ -204,7 +204,7 @@ def simulated(load: Load, page_size: int, growth: int) -> int:
     @cache
     def most(step: int, lengths: tuple[int | None, ...]) -> int:
         best = sum(-(-length // page_size) for length in lengths if length is not None)
-        choices = []
+        choices = list[list[int | None]]()
         for (known, more, last), length in zip(load, lengths, strict=True):
             if length is None or step == last:  # it has ended, at the latest now
                 choices.append([None])

@@ -28,6 +28,12 @@ def rhyme(last: int, position: int) -> int:
     return position % 5 + 100 * (position % 13 == 0)
 
 
+@pytest.fixture(autouse=True)
+def few_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens a step than the least chunk of a large budget, as of a large budget on a GPU."""
+    monkeypatch.setattr(policy, "MOST_SCORED", 5)
+
+
 class Planned(Exception):
     """What the fake worker raises."""
 
