@@ -1,15 +1,17 @@
-"""N3: the bits of a request's logits, alone and in random batches; and that only what keeps them starts.
+"""N3: the bits of a request's logits, alone and in random batches; and that nothing starts that would not keep them.
 
-Logits follow from the tokens before them, and so do their bits: whatever runs, wherever the same tokens are followed,
-there must be the same logits. `Recorder` keeps what every step gave; the request alone, in one piece, says what is right.
+Logits follow from the tokens before them, and so do their bits: whatever runs, wherever the same tokens come first, the
+logits must be the same. `Recorder` keeps what every step gave; the request alone, in one piece, says what is right.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ def key(tokens: list[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Target:
-    """A request, what it gives alone, and how many logits that takes."""
+    """A request, and the tokens that it gives alone."""
 
     prompt: list[int]
     params: SamplingParams
@@ -93,13 +95,14 @@ class Subject:
         else:
             self._decoder = Decoder(self.config, weights, LONGEST, dtype, torch.device("cpu"))
         self.bits: Bits = {}
+        self.differing = 0  # logits of what targets have in common
         self.targets: list[Target] = []
         for target in targets():
             engine, recorder = self.engine(1, 16, 2.0, 512, Rules(), caching=False)
             engine.add("alone", target.prompt, replace(target.params, prompt_logprobs=0))
             tokens = run(engine)["alone"]
-            for tokens_before, bits in recorder.bits.items():
-                assert self.bits.setdefault(tokens_before, bits) == bits  # targets begin alike
+            for before, bits in recorder.bits.items():
+                self.differing += self.bits.setdefault(before, bits) != bits
             self.targets.append(replace(target, tokens=tokens))
 
     def engine(
@@ -130,9 +133,14 @@ def targets() -> list[Target]:
     common = rng.choices(range(VOCAB), k=230)
     prompts = [rng.choices(range(VOCAB), k=length) for length in (1, 7, 64)]
     prompts += [common + rng.choices(range(VOCAB), k=length) for length in (15, 40, 90)]
-    prompts[2] = prompts[2][:20] * 3  # something to look up
+    few = [None, [5, 7], None, None, None, [0, 9]]  # of so few tokens, drafts are often right
     return [
-        Target(prompt, SamplingParams(temperature=i % 2, seed=i, max_tokens=14 + 7 * (i % 3), ignore_eos=True))
+        Target(
+            prompt,
+            SamplingParams(
+                temperature=i % 2, seed=i, max_tokens=14 + 7 * (i % 3), ignore_eos=True, allowed_token_ids=few[i]
+            ),
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -145,17 +153,17 @@ def run(engine: Engine, between: Callable[[], None] = lambda: None) -> dict[str,
     return found
 
 
-def run_batch(subject: Subject, seed: int, seen: Counter[str]) -> tuple[int, int]:
-    """Some targets beside others in an engine drawn at random. Logits that were compared, and that differ."""
+def run_batch(subject: Subject, seed: int, seen: Counter[str]) -> int:
+    """Some targets beside others in an engine drawn at random. How many logits, and answers, differ."""
     rng = random.Random(seed)
     rules = Rules(
         admission=rng.choice(["optimistic", "guaranteed"]),
         victim=rng.choice(list(VICTIMS.values())),
         num_speculative_tokens=rng.choice([0, 0, 1, 5]),
     )
-    threads, budget = rng.choice([1, 2]), rng.choice([13, 40, 100, 512])
+    threads, budget, share = rng.choice([1, 2]), rng.choice([13, 40, 100, 512]), rng.uniform(1.1, 3)
     engine, recorder = subject.engine(
-        threads, rng.choice([4, 16, 64]), rng.uniform(1.1, 3), budget, rules, caching=rng.random() < 0.8
+        threads, rng.choice([4, 16, 64]), share, budget, rules, caching=rng.random() < 0.8
     )
 
     def disturb() -> None:
@@ -172,7 +180,7 @@ def run_batch(subject: Subject, seed: int, seen: Counter[str]) -> tuple[int, int
     for i in range(rng.randint(0, 8)):
         start = rng.choice(subject.targets).prompt
         prompt = start[: rng.randint(0, len(start))] + rng.choices(range(VOCAB), k=rng.randint(1, 60))
-        more: dict[str, Any] = rng.choice([{}, {}, {"n": 2}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.5}])
+        more: dict[str, Any] = rng.choice([{}, {}, {"n": 1 + (share > 2.1)}, {"prompt_logprobs": 1}, {"min_p": 0.1}])
         params = SamplingParams(temperature=rng.choice([0, 1]), max_tokens=rng.randint(1, 30), ignore_eos=True, **more)
         wanted.append((f"other {i}", prompt, params))
     rng.shuffle(wanted)
@@ -185,18 +193,24 @@ def run_batch(subject: Subject, seed: int, seen: Counter[str]) -> tuple[int, int
     found |= run(engine, disturb)
 
     compared = recorder.bits.keys() & subject.bits.keys()
-    for i in chosen:
-        target = subject.targets[i]
-        if found[f"target {i}"] == target.tokens:  # else it shows where they part
-            for length in range(len(target.tokens)):
-                assert key(target.prompt + target.tokens[:length]) in compared
-    stats = engine.stats
+    others = [i for i in chosen if found[f"target {i}"] != subject.targets[i].tokens]
+    for i in set(chosen) - set(others):
+        prompt, tokens = subject.targets[i].prompt, subject.targets[i].tokens
+        assert all(key(prompt + tokens[:length]) in compared for length in range(len(tokens)))
     seen["batches"] += 1
     seen["compared"] += len(compared)
-    for name in ("preemptions", "cached_tokens", "accepted_tokens", "recomputed_tokens"):
-        seen[name] += getattr(stats, name)
-    differ = sum(recorder.bits[tokens] != subject.bits[tokens] for tokens in compared)
-    return len(compared), differ + recorder.differing
+    for name in ("preemptions", "recomputed_tokens", "cached_tokens", "accepted_tokens"):
+        seen[name] += getattr(engine.stats, name)
+    return sum(recorder.bits[before] != subject.bits[before] for before in compared) + recorder.differing + len(others)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For what torch computes; native kernels have a team of their own. An LLM sets what it wants."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +227,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def check_batches(subject: Subject, seeds: range) -> None:
+    assert subject.differing == 0
     seen = Counter[str]()
     for seed in seeds:
-        compared, differ = run_batch(subject, seed, seen)
-        assert differ == 0, f"batch {seed}: of {compared} logits {differ} have other bits than alone"
-    for what in ("compared", "preemptions", "cached_tokens", "accepted_tokens", "recomputed_tokens"):
-        assert seen[what] > 0, f"no {what} in {len(seeds)} batches"
+        assert run_batch(subject, seed, seen) == 0, f"in batch {seed} logits have other bits than alone"
+    assert len(seen) == 6
+    assert all(seen.values()), seen
 
 
 @pytest.mark.parametrize(
@@ -239,20 +253,15 @@ def test_n03_logits_have_the_bits_that_they_have_alone_in_any_batch(
 def test_n03_logits_have_the_bits_that_they_have_alone_in_hundreds_of_batches(
     folder: Callable[[str], Path], family: str, kind: str, instructions: str
 ) -> None:
-    """Sixty batches of each of 45 cases."""
-    check_batches(Subject(folder(family), kind, instructions=instructions), range(1000, 1060))
+    """Twenty batches of each of 45 cases: 900."""
+    check_batches(Subject(folder(family), kind, instructions=instructions), range(1000, 1020))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_torchs_bits_do_differ_and_the_check_sees_it(folder: Callable[[str], Path], backend: str) -> None:
     """What `deterministic` refuses: its products are rounded in one way for one row, in another for many."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        subject, seen = Subject(folder("llama"), "bfloat16", backend), Counter[str]()
-        assert sum(run_batch(subject, seed, seen)[1] for seed in range(2)) > 0
-    finally:
-        torch.set_num_threads(threads)
+    subject = Subject(folder("llama"), "bfloat16", backend)
+    assert subject.differing + sum(run_batch(subject, seed, Counter()) for seed in range(3)) > 0
 
 
 @pytest.mark.parametrize("fault", ["rows", "place", "reused"])
@@ -265,14 +274,14 @@ def test_a_fault_in_the_last_bit_of_one_logit_is_seen(
 
     def faulty(self: NativeModel, inputs: Any, seconds: Any = None) -> Any:
         logits, best = step(self, inputs, seconds)
-        wrong = {"rows": len(inputs.token_ids) == 3, "place": len(logits) > 4, "reused": before[0] == 100}[fault]
+        wrong = {"rows": len(inputs.token_ids) == 3, "place": len(logits) > 4, "reused": before[0] > 90}[fault]
         before[0] = len(inputs.token_ids)
         if wrong:
             logits[-1, 5] = torch.nextafter(logits[-1, 5], torch.tensor(9e9))
         return logits, best
 
     monkeypatch.setattr(NativeModel, "step", faulty)
-    assert sum(run_batch(subject, seed, Counter())[1] for seed in range(10)) > 0
+    assert sum(run_batch(subject, seed, Counter()) for seed in range(10)) > 0
 
 
 REAL: list[dict[str, Any]] = [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
@@ -310,7 +319,9 @@ def test_n03_the_real_models_logits_have_the_same_bits_alone_and_beside_others(
 
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_n03_what_cannot_keep_the_bits_does_not_start_and_says_why(backend: str) -> None:
-    with pytest.raises(ConfigError, match=rf"deterministic needs the native kernels, .* is {backend} \(as set\): leave"):
+    with pytest.raises(
+        ConfigError, match=rf"deterministic needs the native kernels, .* is {backend} \(as set\): leave"
+    ):
         LLM(deterministic=True, attention_backend=backend, device="cpu")
 
 
@@ -320,3 +331,15 @@ def test_n03_without_native_kernels_nothing_deterministic_starts(monkeypatch: py
     assert plan(EngineConfig(device="cpu")).backend == "sdpa"
     with pytest.raises(ConfigError, match=r"deterministic needs .* is sdpa \(.*there was no compiler\)"):
         plan(EngineConfig(deterministic=True, device="cpu"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_n03_the_command_line_has_the_same_promise(backend: str) -> None:
+    command = [sys.executable, "-c", "from scheduler.cli import main; main()", "info", "--deterministic"]
+    command += ["--device", "cpu", "--attention-backend", backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if backend == "auto":
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "deterministic needs the native kernels" in done.stderr
