@@ -20,10 +20,12 @@ from typing import Any
 from paged import LLM, RequestOutput, SamplingParams
 
 WORKLOADS = Path(__file__).parents[1] / "benchmarks" / "workloads" / "workload_smollm2.json"
-PROMPT = "Once upon a time there was a lighthouse keeper who"
+PROMPT = (
+    "Once upon a time there was a lighthouse keeper who wrote a letter every evening, and never sent one of them. One"
+)
 PARAMS = SamplingParams(temperature=1.0, seed=7, max_tokens=32, ignore_eos=True, logprobs=20)
-BATCHES, ROUNDS = 20, 5
-REQUESTS, LONGEST = 24, 48  # of W1: how many, and the most tokens that each gives
+BATCHES, ROUNDS = 20, 7
+REQUESTS, LONGEST = 16, 48  # of W1: how many, and the most tokens that each gives
 
 
 def digest(output: RequestOutput) -> str:
@@ -39,17 +41,16 @@ def same_bits() -> None:
     """Raises AssertionError where a batch changes them."""
     # With so small a budget neighbours decide how the prompt is cut into chunks, and in which steps it is computed.
     llm = LLM("smollm2", deterministic=True, kv_memory="256MiB", max_num_batched_tokens=64)
-    print(
-        f"{llm.plan.dtype}, {llm.plan.backend_reason}, {llm.plan.threads} threads: {PROMPT!r} and {PARAMS.max_tokens} tokens"
-    )
+    print(f"{PROMPT!r} and {PARAMS.max_tokens} tokens")
+    print(f"in {llm.plan.dtype}, {llm.plan.backend_reason}, {llm.plan.threads} threads; digests of the bits:")
     wanted = digest(llm.generate(PROMPT, PARAMS)[0])
-    print(f"  alone                                            {wanted}")
+    print(f"  alone{'':40}  {wanted}")
     rng = random.Random(0)
     for number in range(1, BATCHES + 1):
         if rng.random() < 0.5:
             llm.reset_prefix_cache()
-        prompts: list[Any] = [rng.choices(range(1000, 40000), k=rng.randint(1, 150)) for _ in range(rng.randint(1, 12))]
-        params = [SamplingParams(seed=rng.randrange(9), max_tokens=rng.randint(1, 40)) for _ in prompts]
+        prompts: list[Any] = [rng.choices(range(1000, 40000), k=rng.randint(1, 100)) for _ in range(rng.randint(1, 9))]
+        params = [SamplingParams(seed=rng.randrange(9), max_tokens=rng.randint(1, 32)) for _ in prompts]
         place = rng.randint(0, len(prompts))
         beside = sum(map(len, prompts))
         prompts.insert(place, PROMPT)
@@ -79,9 +80,8 @@ def cost() -> None:
             llm.generate(prompts, params)
             if round_ >= 0:
                 seconds[promise].append(time.perf_counter() - start)
-    print(
-        f"W1's first {REQUESTS} requests, {sum(p.max_tokens or 0 for p in params):,} tokens, {ROUNDS} times each, in turn:"
-    )
+    total = sum(param.max_tokens or 0 for param in params)
+    print(f"W1's first {REQUESTS} requests, of each at most {LONGEST} tokens, {total} in all, {ROUNDS} times in turn:")
     for promise, each in seconds.items():
         times = " ".join(f"{one:.2f}" for one in each)
         print(f"  deterministic={promise!s:5}  median {statistics.median(each):.2f} s  of {times}")

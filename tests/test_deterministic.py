@@ -146,7 +146,7 @@ def targets() -> list[Target]:
 
 
 def run(engine: Engine, between: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
-    found = {}
+    found: dict[str, list[int]] = {}
     while engine.has_work:
         found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
         between()
