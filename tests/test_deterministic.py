@@ -38,7 +38,7 @@ from worker.weights import load_weights
 
 NATIVE = library()
 assert NATIVE is not None
-VOCAB, LONGEST = 131, 360  # of the tiny models; attention splits K and V every 256 tokens
+VOCAB, LONGEST = 131, 416  # of the tiny models; attention splits K and V every 256 tokens
 Bits = dict[bytes, bytes]  # of the logits after some tokens, both as digests
 
 
