@@ -69,3 +69,11 @@ class StepError(PagedError):
 
 class InvariantError(PagedError):
     """`check()` found state that must never be; the message names the invariant and the page."""
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: 80 characters, whatever it is (some have no text, as a number of 5,000 digits)."""
+    try:
+        return repr(value)[:80]
+    except Exception:  # noqa: BLE001  of any __repr__
+        return f"a {type(value).__name__} that cannot be shown"

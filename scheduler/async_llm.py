@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Self, TypeAlias, TypeVar
 
-from paged.errors import EngineClosed, RequestFailed
+from paged.errors import EngineClosed, RequestFailed, shown
 from scheduler.beam import BeamSearchParams
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
@@ -107,7 +107,8 @@ class AsyncLLM:
     async def call(self, function: Callable[[Engine], T]) -> T:
         """What `function` gives of the engine, run in its thread between two steps, while all else waits.
 
-        For what is not a request: new weights, pinned prefixes, counters. It must not step the engine, nor add to it.
+        For what is not a request: new weights, pinned prefixes, counters. It must not step the engine, add to it, or
+        close it.
         """
         return await asyncio.wrap_future(self._thread.call(function))
 
@@ -229,6 +230,10 @@ class _EngineThread:
                 self._doubtful = True
                 try:
                     future.set_result(function(self._engine))
+                except StopIteration as error:  # asyncio takes it for an end of its own, and would wait for ever
+                    stopped = RuntimeError("the function raised StopIteration")
+                    stopped.__cause__ = error
+                    future.set_exception(stopped)
                 except BaseException as error:  # noqa: BLE001  it is raised where the call is awaited
                     future.set_exception(error)
 
@@ -279,7 +284,7 @@ class _EngineThread:
             outputs = engine.step() if engine.has_work else []
         except BaseException as error:  # noqa: BLE001  whatever a worker raises, it ends the requests of this step only
             for request_id in engine.failed or tuple(self._mailboxes):
-                self._fail(request_id, f"the step that computed this request raised {error!r:.200}", error)
+                self._fail(request_id, f"the step that computed this request raised {shown(error)}", error)
                 engine.abort(request_id)
             self._doubtful = True
         else:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paged.errors import RequestError
+from paged.errors import RequestError, shown
 
 _MOST = 2**31  # of whole numbers, as in SamplingParams
 _MAX_PENALTY = 10.0  # a power of a length must stay a float, and not become 0
@@ -52,20 +52,20 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-                raise RequestError(f"{name} must be a whole number from 1 to {_MOST}, not {value!r:.80}", name)
+                raise RequestError(f"{name} must be a whole number from 1 to {_MOST}, not {shown(value)}", name)
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be true or false, not {self.ignore_eos!r:.80}", "ignore_eos")
+            raise RequestError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}", "ignore_eos")
         penalty = self.length_penalty
         is_number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
         if not is_number or not -_MAX_PENALTY <= penalty <= _MAX_PENALTY:
             raise RequestError(
-                f"length_penalty must be a number [-{_MAX_PENALTY:g}, {_MAX_PENALTY:g}], not {penalty!r:.80}",
+                f"length_penalty must be a number [-{_MAX_PENALTY:g}, {_MAX_PENALTY:g}], not {shown(penalty)}",
                 "length_penalty",
             )
         object.__setattr__(self, "length_penalty", float(penalty))
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError(
-                f'early_stopping must be true, false or "never", not {self.early_stopping!r:.80}', "early_stopping"
+                f'early_stopping must be true, false or "never", not {shown(self.early_stopping)}', "early_stopping"
             )
 
 

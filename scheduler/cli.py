@@ -136,9 +136,9 @@ def batch(
     from scheduler import prometheus
     from scheduler.jobs import check_paths, run_job
 
-    if metrics_path is not None:
-        prometheus.check(metrics_path)
     total = check_paths(input_path, output_path, overwrite)
+    if metrics_path is not None:
+        prometheus.check(metrics_path, input_path, output_path)
     from scheduler.llm import LLM
 
     llm = LLM.from_config(config)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged.errors import RequestError, RequestFailed
+from paged.errors import RequestError, RequestFailed, shown
 from paged.manager import KVCacheManager
 from scheduler import policy
 from scheduler.beam import BeamSearchParams
@@ -135,15 +135,17 @@ class Engine:
 
         It may be called while another thread runs a step.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id must be a string, not {shown(request_id)}", "request_id")
         tokens = self._checked(prompt_token_ids)
         _check_salt(cache_salt)
         most = policy.PRIORITIES
         if not isinstance(priority, int) or isinstance(priority, bool) or not -most <= priority <= most:
             raise RequestError(
-                f"priority must be a whole number from -{most} to {most}, not {priority!r:.80}", "priority"
+                f"priority must be a whole number from -{most} to {most}, not {shown(priority)}", "priority"
             )
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
-            raise RequestError(f"params must be SamplingParams, not {params!r:.80}")
+            raise RequestError(f"params must be SamplingParams, not {shown(params)}")
         beams = params if isinstance(params, BeamSearchParams) else None
         sampling = params if isinstance(params, SamplingParams) else _greedy(params)
         if sampling.stop_strings and self.tokenizer is None:
@@ -257,10 +259,10 @@ class Engine:
     def _checked(self, prompt_token_ids: SequenceOf[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         array = isinstance(prompt_token_ids, np.ndarray) and prompt_token_ids.ndim == 1
         if not array and not isinstance(prompt_token_ids, (list, tuple)):
-            raise RequestError(f"a prompt must be a list of token ids, not {prompt_token_ids!r:.80}", "prompt")
+            raise RequestError(f"a prompt must be a list of token ids, not {shown(prompt_token_ids)}", "prompt")
         for token in prompt_token_ids:
             if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-                raise RequestError(f"token ids must be whole numbers, not {token!r:.80}", "prompt")
+                raise RequestError(f"token ids must be whole numbers, not {shown(token)}", "prompt")
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"token id {token} is not one of the model's, 0 to {self._vocab_size - 1}", "prompt")
         return np.asarray(prompt_token_ids, dtype=np.int32)
@@ -363,7 +365,7 @@ class Engine:
 
 def _check_salt(cache_salt: object) -> None:
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise RequestError(f"cache_salt must be a string that is not empty, not {cache_salt!r:.80}", "cache_salt")
+        raise RequestError(f"cache_salt must be a string that is not empty, not {shown(cache_salt)}", "cache_salt")
 
 
 def _greedy(beams: BeamSearchParams) -> SamplingParams:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paged.errors import ConfigError, RequestError
+from paged.errors import ConfigError, RequestError, shown
 from scheduler import openai
 from scheduler.llm import LLM
 from scheduler.outputs import EngineStats, RequestOutput
@@ -133,23 +133,23 @@ class _Job:
 
     def checked_id(self, custom_id: object, number: int) -> str:
         if not isinstance(custom_id, str) or not custom_id:
-            raise RequestError(f"custom_id must be a text, not {custom_id!r:.80}", "custom_id")
+            raise RequestError(f"custom_id must be a text, not {shown(custom_id)}", "custom_id")
         first = self.first_lines.setdefault(custom_id, number)
         if first != number:
-            raise RequestError(f"custom_id {custom_id!r:.80} is that of line {first} already", "custom_id")
+            raise RequestError(f"custom_id {shown(custom_id)} is that of line {first} already", "custom_id")
         return custom_id
 
     def queue(self, record_id: str, custom_id: str, line: dict[str, Any]) -> None:
         if line.get("method") != "POST":
-            raise RequestError(f"method must be POST, not {line.get('method')!r:.80}", "method")
+            raise RequestError(f"method must be POST, not {shown(line.get('method'))}", "method")
         url, body = line.get("url"), line.get("body")
         if url not in (openai.COMPLETIONS, openai.CHAT):
-            raise RequestError(f"url must be {openai.COMPLETIONS} or {openai.CHAT}, not {url!r:.80}", "url")
+            raise RequestError(f"url must be {openai.COMPLETIONS} or {openai.CHAT}, not {shown(url)}", "url")
         if not isinstance(body, dict):
             raise RequestError("body is missing, or is no object", "body")
         name, chat = self.llm.model_name, url == openai.CHAT
         if body.get("model") not in (None, name):
-            raise RequestError(f"model {body['model']!r:.80} is not the one of this job, {name!r}", "model")
+            raise RequestError(f"model {shown(body['model'])} is not the one of this job, {name!r}", "model")
         params = openai.sampling_params(body, chat)
         text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
         engine_id = self.llm.new_id()

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from paged.errors import CheckpointError, ConfigError, RequestError
+from paged.errors import CheckpointError, ConfigError, RequestError, shown
 from paged.layout import DTYPE_BYTES, KVLayout
 from paged.sizing import cuda_memory, host_memory, pool_bytes
 from scheduler.beam import BeamSearchParams
@@ -310,14 +310,14 @@ class LLM:
     ) -> list[Request]:
         """Every prompt tokenised and checked, before the first is queued."""
         if not isinstance(prompts, (str, Mapping, SequenceOf, np.ndarray)):
-            raise RequestError(f"prompts must be a prompt or a list of prompts, not {prompts!r:.80}")
+            raise RequestError(f"prompts must be a prompt or a list of prompts, not {shown(prompts)}")
         items = [prompts] if _is_one(prompts, chat) else list(prompts)
         params: list[SamplingParams | BeamSearchParams]
         if isinstance(sampling_params, (SamplingParams, BeamSearchParams)) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(items)
         else:
             if not isinstance(sampling_params, (list, tuple)):
-                raise RequestError(f"sampling_params must be SamplingParams, or a list, not {sampling_params!r:.80}")
+                raise RequestError(f"sampling_params must be SamplingParams, or a list, not {shown(sampling_params)}")
             params = list(sampling_params)
         if len(params) != len(items):
             raise RequestError(f"{len(items)} prompts and {len(params)} sampling_params: give one, or one for each")

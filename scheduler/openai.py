@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from paged.errors import RequestError
+from paged.errors import RequestError, shown
 from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from scheduler.text import TextStream, Tokenizer
 from worker.step import SamplingParams, StructuredOutputsParams
@@ -41,7 +41,7 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
             hint = f": did you mean {near[0]}?" if near else ""
             raise RequestError(f"unknown field {name[:80]!r}{hint}", name[:80])
         if name in fixed and value != fixed[name]:
-            raise RequestError(f"{name} {value!r:.80} is not supported, only {fixed[name]!r}", name)
+            raise RequestError(f"{name} {shown(value)} is not supported, only {fixed[name]!r}", name)
     values = {name: given[name] for name in _SAMPLING if name in given}
     if "logit_bias" in values:
         values["logit_bias"] = _logit_bias(values["logit_bias"])
@@ -66,11 +66,11 @@ def sampling_params(body: Mapping[str, Any], chat: bool) -> SamplingParams:
 def _logit_bias(given: Any) -> Any:
     """Its keys, which JSON can only have as strings, as token ids; what else is wrong SamplingParams will say."""
     if not isinstance(given, Mapping):
-        raise RequestError(f"logit_bias must be an object of token ids and numbers, not {given!r:.80}", "logit_bias")
+        raise RequestError(f"logit_bias must be an object of token ids and numbers, not {shown(given)}", "logit_bias")
     biases = {}
     for key, bias in ((str(token), bias) for token, bias in given.items()):
         if not (key.isascii() and key.isdigit()) or str(int(key[:20])) != key:
-            raise RequestError(f"logit_bias: {key!r:.80} is no token id", "logit_bias")
+            raise RequestError(f"logit_bias: {shown(key)} is no token id", "logit_bias")
         biases[int(key)] = bias
     return biases
 
@@ -84,7 +84,7 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams | N
         names = [field.name for field in fields(StructuredOutputsParams)]
         if not isinstance(ours, Mapping) or not set(ours) <= set(names):
             raise RequestError(
-                f"structured_outputs must be an object with one of {', '.join(names)}, not {ours!r:.80}",
+                f"structured_outputs must be an object with one of {', '.join(names)}, not {shown(ours)}",
                 "structured_outputs",
             )
         return StructuredOutputsParams(**ours)
@@ -97,7 +97,7 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams | N
         return StructuredOutputsParams(json_object=True)
     if kind != "json_schema":
         raise RequestError(
-            f"response_format must have the type text, json_object or json_schema, not {theirs!r:.80}",
+            f"response_format must have the type text, json_object or json_schema, not {shown(theirs)}",
             "response_format",
         )
     inner = theirs.get("json_schema")
@@ -109,7 +109,7 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutputsParams | N
 def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     wanted, top = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(wanted, bool):
-        raise RequestError(f"logprobs must be true or false, not {wanted!r:.80}", "logprobs")
+        raise RequestError(f"logprobs must be true or false, not {shown(wanted)}", "logprobs")
     if not wanted and top is not None:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     return (0 if top is None else top) if wanted else None
@@ -130,7 +130,7 @@ def completion_prompt(body: Mapping[str, Any]) -> Any:
             raise RequestError(f"prompt holds {len(prompt)} prompts: write a line for each", "prompt")
         prompt = prompt[0]
     if not isinstance(prompt, (str, list)):
-        raise RequestError(f"prompt must be text or a list of token ids, not {prompt!r:.80}", "prompt")
+        raise RequestError(f"prompt must be text or a list of token ids, not {shown(prompt)}", "prompt")
     return prompt
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,20 +35,36 @@ def exposition(metrics: Metrics) -> str:
     return text.decode()
 
 
-def check(path: Path) -> None:
-    """Refuse before a job what cannot be written after it. Raises ConfigError."""
+def check(path: Path, *others: Path) -> None:
+    """Refuse before a job what cannot be written after it, and the job's `others` files. Raises ConfigError."""
     client()
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"metrics {path} is a folder, or in a folder that does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"metrics {path} may not be written by this user: name another place")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"metrics {path} is no file, and would be replaced by one: name another place")
+    for mine in (path, _part(path)):
+        for other in others:
+            same = mine.samefile(other) if mine.exists() and other.exists() else mine.resolve() == other.resolve()
+            if same:
+                raise ConfigError(f"metrics {path} would replace {other}, which this job reads or writes: name another")
+    try:
+        _part(path).write_bytes(b"")
+        _part(path).unlink()
+    except OSError as error:
+        raise ConfigError(f"metrics {path} cannot be written: {error.strerror}: name another place") from None
 
 
 def write(metrics: Metrics, path: Path) -> None:
     """Put the text into a file, whole at once: a collector that reads text files may look at any moment."""
-    part = path.with_name(f".{path.name}.part")
+    part = _part(path)
     part.write_text(exposition(metrics))
-    part.replace(path)
+    part.replace(path.resolve())
+
+
+def _part(path: Path) -> Path:
+    """Where the text is until it is whole."""
+    path = path.resolve()
+    return path.with_name(f".{path.name}.part")
 
 
 class _Collector:

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as FastTokenizer
 
-from paged.errors import CheckpointError, RequestError
+from paged.errors import CheckpointError, RequestError, shown
 from worker.step import SamplingParams
 
+LONGEST_PHRASE = 256  # tokens that one of bad_words is sure to have at most
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) decode to
 
 
@@ -106,9 +107,11 @@ class Tokenizer:
         for word in words:
             bare = word.lstrip(" ") or word
             for text in (bare, f" {bare}"):
-                ids = tuple(self._encode(text, add_special_tokens=False, param="bad_words", most=None).tolist())
+                ids = tuple(
+                    self._encode(text, add_special_tokens=False, param="bad_words", most=LONGEST_PHRASE).tolist()
+                )
                 if not ids:
-                    raise RequestError(f"bad_words: {word!r:.80} has no tokens", "bad_words")
+                    raise RequestError(f"bad_words: {shown(word)} has no tokens", "bad_words")
                 result[ids] = None
         return tuple(result)
 
@@ -183,7 +186,7 @@ def prompt_tokens(prompt: Any, chat: bool, tokenizer: Tokenizer | None, most: in
         assert tokenizer is not None
         return prompt, tokenizer.encode(prompt, most)
     if not isinstance(prompt, (list, tuple, np.ndarray)):
-        raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.80}", "prompt")
+        raise RequestError(f"a prompt is text or a list of token ids, not {shown(prompt)}", "prompt")
     return None, prompt
 
 

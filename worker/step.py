@@ -19,12 +19,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from paged.errors import RequestError
+from paged.errors import RequestError, shown
 from paged.manager import TableChange
 from paged.pages import Mark, Move
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 10_000
 _MAX_FLOAT = sys.float_info.max
 MAX_BIAS = 100.0  # OpenAI's
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax: dividing by it could only overflow
@@ -34,7 +35,7 @@ def _as_tuple(value: object, item: type, name: str) -> tuple[object, ...]:
     """`value` (absent, one item, or several) as a tuple of `item`; anything else is refused by name."""
     items = () if value is None else (value,) if isinstance(value, item) else value
     if not isinstance(items, (list, tuple, set, frozenset)) or not all(type(i) is item for i in items):
-        raise RequestError(f"{name} must be {item.__name__} or a list of them, not {value!r:.80}", name)
+        raise RequestError(f"{name} must be {item.__name__} or a list of them, not {shown(value)}", name)
     return tuple(items)
 
 
@@ -42,16 +43,16 @@ def _as_biases(value: object) -> tuple[tuple[int, float], ...]:
     """A mapping of token ids to biases, or its pairs, as pairs by id; anything else is refused."""
     given = () if value is None else tuple(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(given, (list, tuple)) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {value!r:.80}", "logit_bias")
+        raise RequestError(f"logit_bias must map token ids to numbers, not {shown(value)}", "logit_bias")
     pairs = dict[int, float]()
     for token, bias in given:
         if type(token) is not int:
-            raise RequestError(f"logit_bias must map token ids, whole numbers, not {token!r:.80}", "logit_bias")
+            raise RequestError(f"logit_bias must map token ids, whole numbers, not {shown(token)}", "logit_bias")
         number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not number or not (-MAX_BIAS <= bias <= MAX_BIAS or bias == -math.inf):
             raise RequestError(
                 f"logit_bias of token {token} must be a number [{-MAX_BIAS:g}, {MAX_BIAS:g}], or -inf to ban it, not "
-                f"{bias!r:.80}",
+                f"{shown(bias)}",
                 "logit_bias",
             )
         pairs[token] = float(bias)
@@ -88,7 +89,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         name = "structured_outputs"
         if not isinstance(self.json_object, bool):
-            raise RequestError(f"{name}.json_object must be true or false, not {self.json_object!r:.80}", name)
+            raise RequestError(f"{name}.json_object must be true or false, not {shown(self.json_object)}", name)
         given = [
             field for field in ("json", "regex", "choice", "json_object") if getattr(self, field) not in (None, False)
         ]
@@ -100,11 +101,11 @@ class StructuredOutputsParams:
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.regex is not None and not isinstance(self.regex, str):
-            raise RequestError(f"{name}.regex must be a string, not {self.regex!r:.80}", name)
+            raise RequestError(f"{name}.regex must be a string, not {shown(self.regex)}", name)
         if self.choice is not None:
             choices = self.choice
             if not isinstance(choices, (list, tuple)) or not choices or not all(type(one) is str for one in choices):
-                raise RequestError(f"{name}.choice must be a list of strings, at least one, not {choices!r:.80}", name)
+                raise RequestError(f"{name}.choice must be a list of strings, at least one, not {shown(choices)}", name)
             object.__setattr__(self, "choice", tuple(choices))
 
     @property
@@ -126,7 +127,7 @@ def _schema_text(schema: object) -> str:
             return json.dumps(dict(found), separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"{name}.json is no JSON: {error}", name) from None
-    raise RequestError(f"{name}.json must be a schema, which is an object, not {found!r:.80}", name)
+    raise RequestError(f"{name}.json must be a schema, which is an object, not {shown(found)}", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class SamplingParams:
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r:.80}", name)
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         stop = _as_tuple(self.stop, str, "stop")
         if "" in stop:
             raise RequestError("stop must not hold an empty string: it would match at once", "stop")
@@ -223,6 +224,10 @@ class SamplingParams:
         bad_words = _as_tuple(self.bad_words, str, "bad_words")
         if "" in bad_words:
             raise RequestError("bad_words must not hold an empty string: it is in every text", "bad_words")
+        if len(bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words holds {len(bad_words)} texts, at most {MAX_BAD_WORDS} are allowed", "bad_words"
+            )
         object.__setattr__(self, "bad_words", bad_words)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -233,7 +238,7 @@ class SamplingParams:
         wanted = self.structured_outputs
         if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
             raise RequestError(
-                f"structured_outputs must be StructuredOutputsParams, not {wanted!r:.80}", "structured_outputs"
+                f"structured_outputs must be StructuredOutputsParams, not {shown(wanted)}", "structured_outputs"
             )
 
     @property
@@ -255,7 +260,7 @@ class SamplingParams:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
         if not fits or (low_open and value == low):
             bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]" if high < _MAX_FLOAT else f"at least {low:g}"
-            raise RequestError(f"{name} must be a number {bounds}, not {value!r:.80}", name)
+            raise RequestError(f"{name} must be a number {bounds}, not {shown(value)}", name)
         object.__setattr__(self, name, float(value))  # torch takes no whole number of more than 64 bits
 
     def _integer(self, name: str, low: int, high: int) -> None:
@@ -263,7 +268,7 @@ class SamplingParams:
         if value is None:
             return
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise RequestError(f"{name} must be a whole number from {low} to {high}, not {value!r:.80}", name)
+            raise RequestError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}", name)
 
 
 @dataclass(frozen=True, slots=True)

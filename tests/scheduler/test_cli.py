@@ -213,3 +213,17 @@ def test_an_unknown_setting_names_the_nearest() -> None:
 def test_a_setting_out_of_range_is_named(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         EngineConfig.from_settings(**bad)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl", "hard.jsonl", "soft.jsonl", "fifo"])
+def test_metrics_take_the_place_of_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}\n")
+    (tmp_path / "hard.jsonl").hardlink_to(source)
+    (tmp_path / "soft.jsonl").symlink_to(source)
+    os.mkfifo(tmp_path / "fifo")
+    code = cli.run(["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "--metrics", str(tmp_path / name)])
+    assert code == 2
+    assert f"metrics {tmp_path / name} " in capsys.readouterr().err
+    assert source.read_text() == "{}\n"
+    assert (tmp_path / "fifo").is_fifo()
