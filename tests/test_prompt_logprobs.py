@@ -114,7 +114,7 @@ def test_a10_a_prompt_shared_with_one_whose_bias_forces_other_tokens(smollm2: Ch
     alone = [llm.generate(prompt, one)[0].outputs[0].token_ids for one in params]
     llm.close()
     assert alone[1] == [1000] * 10 != alone[0]
-    llm, outputs = llm_of(), {}
+    llm, outputs = llm_of(), dict[str, list[int]]()
     llm.engine.add("first", prompt, params[0])
     for _ in range(3):
         llm.engine.step()
