@@ -141,10 +141,10 @@ def check_rules(wanted: Requests, tokens: int, **settings: Any) -> None:
 
 
 def test_a_sample_equals_transformers_under_other_rules(smollm2: Checkpoint) -> None:
-    wanted = sorted(requests("W1"), key=lambda request: len(request[0]))[:6]
+    wanted = sorted(requests("W1", output=40), key=lambda request: len(request[0]))[:6]
     drafts = {"num_speculative_tokens": 4}
-    check_rules(wanted, 320, policy="priority", victim="cheapest", enable_prefix_caching=False, **drafts)
-    check_rules(wanted, 320, policy="priority", victim="cheapest", admission="guaranteed", **drafts)
+    check_rules(wanted, 160, policy="priority", victim="cheapest", enable_prefix_caching=False, **drafts)
+    check_rules(wanted, 160, policy="priority", victim="cheapest", admission="guaranteed", **drafts)
 
 
 @pytest.mark.slow
