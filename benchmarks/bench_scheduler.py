@@ -4,6 +4,7 @@
 
 1. Time of schedule() and update() in a step of 256 running sequences, memory manager included, without a model: prompts
    of 64 to 192 tokens, outputs of 32 to 480, a new request for each that ends. Microseconds, medians of five rounds.
+   Also where all are streams, whose tokens go to a text one by one (here one that only counts).
 2. Victims: the share of tokens that are computed again, for each choice of who gives way, in the same load over a pool
    that is much too small, with and without the prefix cache.
 3. Chunks: time between tokens of 4 decoding requests while a prompt of 2,500 tokens is computed beside them, with and
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ def main() -> None:
     print(", ".join(f"{median:.0f}" for median in medians))
     for name, i in (("schedule", 0), ("update", 1)):
         print(f"  {name:10}{statistics.median(step[i] for step in samples):6.0f}")
+    streams = steps(150 if args.quick else 1000, 0, Counting)
+    print(f"  all of them streams: {statistics.median(sum(step) for step in streams):.0f}")
     victims = {}
     for caching in (True, False):
         for name in VICTIMS:
@@ -68,6 +72,7 @@ def main() -> None:
         args.output,
         median_step_us=total,
         median_of_each_round_us=medians,
+        median_step_of_streams_us=statistics.median(sum(step) for step in streams),
         steps_us=[[round(part, 1) for part in step] for step in samples],
         victims=victims,
         chunks=chunks,
@@ -102,7 +107,24 @@ class Load:
         return scheduled - began, time.perf_counter() - answered
 
 
-def steps(count: int, seed: int) -> list[tuple[float, float]]:
+class Counting:
+    """A text of a stream, without a tokenizer."""
+
+    stop_reason = None
+    eager = True
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def push(self, token_id: int) -> bool:
+        self.tokens += 1
+        return False
+
+    def finish(self) -> None:
+        pass
+
+
+def steps(count: int, seed: int, text: Callable[[], Counting] | None = None) -> list[tuple[float, float]]:
     """Microseconds of schedule and update, of steps in which all seats are taken."""
     load, pages = Load(seed, (64, 192), (32, 480)), 20_000
     limits = Limits(4096, pages, 16, (None,), RUNNING, BUDGET)
@@ -110,7 +132,7 @@ def steps(count: int, seed: int) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     while len(found) < count:
         while scheduler.stats.waiting < 20:
-            scheduler.add(load.request())
+            scheduler.add(load.request(), text)
         spent = load.answer(scheduler)
         if scheduler.stats.num_steps > 300:
             found.append((spent[0] * 1e6, spent[1] * 1e6))

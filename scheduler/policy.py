@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged.block_table import Windows, pages_for, peak_pages
-from paged.errors import RequestError
+from paged.errors import ConfigError, RequestError
 from paged.manager import KVCacheManager
 from scheduler.request import Family, Request
 from worker.step import SamplingParams
@@ -246,6 +246,10 @@ class Rules:
     max_step_ms: float | None = None
     num_speculative_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(f"admission must be one of {', '.join(ADMISSIONS)}, not {self.admission!r}")
+
 
 def least_chunk(limits: Limits, rules: Rules) -> int:
     """Tokens that a step always has for prompts, if there are any to compute.
@@ -257,11 +261,16 @@ def least_chunk(limits: Limits, rules: Rules) -> int:
 
 
 def steps_alone(request: Request, limits: Limits, rules: Rules) -> int:
-    """Most steps from when a request is the senior to its end: its chunks, and one for each token."""
+    """Most steps from when a request is the senior to its end: the chunks of all its sequences, and one for each token.
+
+    With several sequences, a step lies between the prompt and the first tokens.
+    """
     chunk = least_chunk(limits, rules)
     if request.params.prompt_logprobs is not None:
         chunk = min(chunk, MOST_SCORED)
-    return -(-request.peak_tokens // chunk) + request.max_tokens
+    several = request.num_sequences > 1
+    tokens = len(request.prompt_token_ids) + request.num_sequences * max(request.max_tokens - 1, 0)
+    return -(-tokens // chunk) + request.max_tokens + several
 
 
 def running_peak(

@@ -97,6 +97,7 @@ class Sequence:
         "cumulative_logprob",
         "draft_len",
         "drafts",
+        "eager",
         "end_at",
         "finish_reason",
         "grammar",
@@ -123,6 +124,7 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.text = text
+        self.eager = text is not None and text.eager
         self.index = index
         self.num_prompt = self.num_tokens = len(request.prompt_token_ids)
         self.end_at = self.num_prompt + request.max_tokens  # tokens
@@ -167,13 +169,6 @@ class Sequence:
         """Tokens that are known but not computed."""
         return self.num_tokens - self.num_computed
 
-    @property
-    def plain(self) -> bool:
-        """Whether a sampled token needs no more than to be put behind the others, until the last one."""
-        if self.grammar is not None or self.request.params.logprobs is not None:
-            return False
-        return self.text is None or not self.text.eager
-
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token. Returns why it ends the sequence, if it does.
 
@@ -192,7 +187,7 @@ class Sequence:
             self.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
             self.hides_last = not params.include_stop_str_in_output
             return "stop"
-        if self.text is not None and self.text.eager and self.push_text():
+        if self.text is not None and self.eager and self.push_text():
             self.stop_reason = self.text.stop_reason
             return "stop"
         if self.grammar is not None and self.grammar.ended:
@@ -263,7 +258,7 @@ class Family:
         self.key = (0.0, number)  # by which it is ordered
         self.seated = 0  # seats that it has while it runs
         self.steady = False  # its only sequence has a plain token to compute in every step from now on
-        # When it was tried last: pages that it lacked, pages that there were, and in which step.
+        # When it was tried last: pages that it lacked, pages that there were (or requests that had ended), which step.
         self.shortage: tuple[int, int, int] | None = None
         self.cached_guess = 0  # tokens of it that were cached when somebody looked last
         self.looked_at = -1  # in which step that was

@@ -34,7 +34,8 @@ from scheduler.request import Family, Request, Sequence, State, TextSink
 from scheduler.waiting import WaitingQueue
 from worker.step import Logprobs, Reset, Row, Step, StepResult
 
-_TRIED = 8  # families that are tried in a step after one that did not fit
+_TRIED = 8  # families that are tried in a step and do not fit; prefixes that are looked up
+_BELIEVED = 8  # steps for which it is taken that one who lacked pages lacks them still, if none came free
 _LOOKED_AT = 64  # families that are looked at: whose turn it is to be tried, and whose prefix may be the longest
 _key = attrgetter("key")
 
@@ -42,7 +43,7 @@ Planned = dict[Family, list[tuple[Sequence, int]]]  # of each family that runs: 
 
 
 class _Lane:
-    """The steady families: single sequences that add one plain token a step. Handled as arrays, as they are many."""
+    """The steady families: single sequences that add one token a step. Handled as arrays, as they are many."""
 
     def __init__(self, families: list[Family]) -> None:
         self.families = families
@@ -99,7 +100,8 @@ class Scheduler:
         self.chunk_limit = None if rules.max_step_ms is None else ChunkLimit(rules.max_step_ms / 1000, least)
         # In the step that is being planned: tokens that may still be scored, and drafts that may still be brought.
         self._scores_left = self._drafts_left = 0
-        self._mix = (0, 0)  # tokens of the step under way: decoded, of prompts
+        # Tokens of the step under way: decoded, of prompts. None: not known, as somebody gave way.
+        self._mix: tuple[int, int] | None = None
         # By request, in the texts of families that were ended for it; for the caller to take.
         self.faults: list[tuple[str, Exception]] = []
 
@@ -171,7 +173,8 @@ class Scheduler:
         self._forget.clear()
         self._restart = False
         self._under_way, self._lane_under_way = step, lane
-        self._mix = num_decodes, step.num_tokens - num_decodes if self.chunk_limit else 0
+        known = self.chunk_limit is not None and self.stats.preemptions == preemptions
+        self._mix = (num_decodes, step.num_tokens - num_decodes) if known else None
         self.stats.num_steps += 1
         self.stats.max_running = max(self.stats.max_running, len(rows))
         self._count_pages()
@@ -194,7 +197,7 @@ class Scheduler:
         count = 0
         if lane is not None:
             count = len(lane.ids)
-            self._update_lane(lane, result.token_ids[:count], changed)
+            self._update_lane(lane, result, changed)
         sampled = _places(result, count)
         scores = dict(result.scores)
         for row in step.rows[count:]:
@@ -225,7 +228,7 @@ class Scheduler:
 
     def took(self, seconds: float) -> None:
         """How long the step under way took to execute: chunks adapt to it."""
-        if self.chunk_limit is not None:
+        if self.chunk_limit is not None and self._mix is not None:
             self.chunk_limit.observe(seconds, *self._mix)
 
     def fail(self) -> list[str]:
@@ -405,8 +408,10 @@ class Scheduler:
                 return
             if spare is None and self.rules.admission == "optimistic":
                 spare = self._spare(lane)
-            if self._lacks(family, spare) or not self._enter(family, left, spare or 0):
-                if nobody_passes or (tried := tried + 1) == _TRIED:
+            lacks = self._lacks(family, spare)
+            if lacks or not self._enter(family, left, spare or 0):
+                tried += not lacks
+                if nobody_passes or tried == _TRIED:
                     return
                 continue
             if spare is not None:
@@ -440,11 +445,13 @@ class Scheduler:
         return family.arrived + self.rules.patience * self.rules.order(family, self.limits)
 
     def _lacks(self, family: Family, spare: int | None) -> bool:
-        """Whether it was tried lately, and as many pages as it lacked then have not come free since."""
-        if family.shortage is None or spare is None:
+        """Whether it was tried lately, and what it lacked then has not come free since."""
+        if family.shortage is None or self._next_number - family.shortage[2] >= _BELIEVED:
             return False
-        lacked, available, number = family.shortage
-        return self.manager.num_available - spare - available < lacked and self._next_number - number < _TRIED
+        lacked, before, _ = family.shortage
+        if spare is None:  # guaranteed: the peak goes down when somebody ends
+            return self.stats.finished == before
+        return self.manager.num_available - spare - before < lacked
 
     def _enter(self, family: Family, left: int, spare: int) -> bool:
         """Let a waiting family run, if it fits."""
@@ -453,6 +460,7 @@ class Scheduler:
             return False
         optimistic = self.rules.admission == "optimistic"
         if not optimistic and self._peak_with(family) > self.manager.num_usable:
+            family.shortage = 1, self.stats.finished, self._next_number
             return False
         scored = family.scored
         try:
@@ -575,7 +583,7 @@ class Scheduler:
 
     # What a step gave
 
-    def _update_lane(self, lane: _Lane, token_ids: tuple[int, ...], changed: dict[Family, None]) -> None:
+    def _update_lane(self, lane: _Lane, result: StepResult, changed: dict[Family, None]) -> None:
         """A token for each of its sequences that has not been aborted meanwhile."""
         families, sequences, ids, buffers, lengths = (
             lane.families,
@@ -584,31 +592,35 @@ class Scheduler:
             lane.buffers,
             lane.lengths,
         )
+        token_ids, entries = result.token_ids[: len(ids)], result.logprobs[: len(ids)]
         if self._lane is not lane:  # it was not all of them, or some have ended
             self._lane = None
             alive = [i for i, sequence in enumerate(sequences) if sequence.finish_reason is None]
             families, sequences = [families[i] for i in alive], [sequences[i] for i in alive]
             ids, buffers, lengths = [ids[i] for i in alive], [buffers[i] for i in alive], lengths[alive]
-            token_ids = tuple(token_ids[i] for i in alive)
+            token_ids, entries = tuple(token_ids[i] for i in alive), tuple(entries[i] for i in alive if entries)
         self.manager.commit_all(ids, buffers, lengths)
-        ended = []
+        for sequence, entry in zip(sequences, entries, strict=False):
+            if entry is not None:
+                sequence.logprobs.append(entry)
+        ending = []
         for i, (sequence, token) in enumerate(zip(sequences, token_ids, strict=True)):
             n = sequence.num_tokens
             sequence.buffer[n] = token
             sequence.num_computed, sequence.num_tokens = n, n + 1
-            if n + 1 == sequence.end_at or token in sequence.stops:
-                ended.append(i)
+            if sequence.eager or n + 1 == sequence.end_at or token in sequence.stops:
+                ending.append(i)
         lane.lengths += 1
-        over = [(families[i], sequences[i], token_ids[i]) for i in ended]
+        to_look_at = [(families[i], sequences[i], token_ids[i]) for i in ending]
         self.stats.computed_tokens += len(ids)
         self.stats.output_tokens += len(ids)
         changed.update(dict.fromkeys(families))
-        for family, sequence, token in over:
+        for family, sequence, token in to_look_at:
             try:
                 reason = sequence.ending(token)
-                assert reason is not None
-                self._end(family, sequence, reason)
-                self._finish(family)
+                if reason is not None:
+                    self._end(family, sequence, reason)
+                    self._finish(family)
             except Exception as error:  # noqa: BLE001  as in update()
                 self._fault(family, error)
 
@@ -617,14 +629,15 @@ class Scheduler:
         self.faults.append((family.request.request_id, error))
         for sequence in family.sequences:
             sequence.text = None
+            del sequence.logprobs[sequence.num_output :]  # of a token that was not taken
         self.abort(family.request.request_id)
 
     def _is_steady(self, family: Family) -> bool:
-        """Whether nothing but a plain token a step is to be expected of a family."""
+        """Whether nothing but one token a step is to be expected of a family, whatever is sampled."""
         if family.state is not State.RUNNING or len(family.sequences) > 1 or family.search:
             return False
         (sequence,) = family.sequences
-        return sequence.num_missing == 1 and sequence.plain and not self.rules.num_speculative_tokens
+        return sequence.num_missing == 1 and sequence.grammar is None and not self.rules.num_speculative_tokens
 
     def _computed(self, family: Family, sequence: Sequence, num_tokens: int) -> None:
         before = sequence.num_computed

@@ -334,8 +334,9 @@ def prompt_tokens(rig: Rig, seconds_a_token: float, seconds_a_step: float) -> in
     """A step of a machine that takes so long. Tokens of prompts that it had."""
     step = rig.schedule()
     assert step is not None
-    rig.scheduler.took(seconds_a_step + seconds_a_token * rig.scheduler._mix[1])
-    tokens = rig.scheduler._mix[1]
+    assert rig.scheduler._mix is not None
+    _, tokens = rig.scheduler._mix
+    rig.scheduler.took(seconds_a_step + seconds_a_token * tokens)
     rig.finish(step)
     return tokens
 

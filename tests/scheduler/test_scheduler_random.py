@@ -8,6 +8,7 @@ is overdue. The fake worker proves every page that is read. Every request counts
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class Load:
     added: dict[str, Family] = field(default_factory=dict)
     ends: dict[Family, int] = field(default_factory=dict)  # the step in which each ended
     before: dict[Family, set[Family]] = field(default_factory=dict)  # of an overdue one: whose turns may come first
+    tenure: Counter[Family] = field(default_factory=Counter)  # steps in which each was the senior
     num_failed: int = 0
     num_waited: int = 0  # steps in which one waited for what an older one was computing
     num_gave_way: int = 0  # preempted for want of pages, not by a failure
@@ -112,7 +114,7 @@ class Load:
         prompt = rng.choice(FAMILIES)[:shared] + [rng.randrange(900) for _ in range(rng.randint(0, 5))] or [1]
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]),
-            n=rng.choice([1, 1, 1, 2, 3]),
+            n=rng.choice([1, 1, 1, 2, 3, 6]),
             prompt_logprobs=rng.choice([None, None, 0]),
         )
         seed = rng.randrange(3)
@@ -139,6 +141,7 @@ class Load:
         rows = {row.seq_id for row in step.rows}
         assert scheduler.senior is not None
         assert rows & {sequence.seq_id for sequence in scheduler.senior.live}, "the senior gets on in every step"
+        self.tenure[scheduler.senior] += 1
         self.check_order(step.number)
         self.maybe_abort()  # between schedule() and update()
         self.maybe_abort()
@@ -193,6 +196,7 @@ class Load:
             reasons = {sequence.finish_reason for sequence in family.sequences}
             if family.request.params.prompt_logprobs is not None and "abort" not in reasons:
                 assert family.scores == [score(token) for token in family.request.prompt_token_ids[1:].tolist()]
+            assert self.tenure[family] <= self.alone(family) + self.lost, f"S2: {family} was the senior too long"
             if family in self.before and family in self.ends:
                 turns = sum(map(self.alone, self.before[family]))
                 bound, took = self.rules.patience + turns + self.lost, self.ends[family] - family.arrived + 1
