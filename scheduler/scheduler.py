@@ -522,14 +522,9 @@ class Scheduler:
         known = np.array([max(sequence.num_tokens for sequence in family.live) for family in families])
         peak = np.array([family.request.peak_tokens for family in families])
         left = np.array([family.tokens_left for family in families])
-        scoring = [family.scored < len(family.request.prompt_token_ids) for family in families]
-        least = min(self._least_chunk, policy.MOST_SCORED) if any(scoring) else self._least_chunk
-        # One token is computed when it is admitted, unless others take all that may be scored.
-        missing = sum(
-            max(sequence.num_missing - (not scores), 0)
-            for family, scores in zip(families, scoring, strict=True)
-            for sequence in family.live
-        )
+        missing = sum(max(sequence.num_missing - 1, 0) for family in families for sequence in family.live)
+        scoring = any(family.scored < len(family.request.prompt_token_ids) for family in families)
+        least = min(self._least_chunk, policy.MOST_SCORED) if scoring else self._least_chunk
         # Chunks go on at least so fast, and hold up only whoever waits for his; the others get a token in every step.
         ends = left + np.where([family.decodes for family in families], 0, -(-missing // least))
         if seqs.sum() > self.limits.max_num_batched_tokens - least:

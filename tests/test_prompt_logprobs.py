@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,14 @@ WANTED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
 
 def llm_of(**settings: Any) -> LLM:
     return LLM("smollm2", **{"dtype": "float32", "kv_memory": "64MiB", "page_size": 4} | settings)
+
+
+@pytest.fixture(scope="module")
+def shared(smollm2: Checkpoint) -> Iterator[LLM]:
+    """For tests that need no settings; they empty the prefix cache before they begin."""
+    llm = llm_of()
+    yield llm
+    llm.close()
 
 
 def values(output: RequestOutput) -> list[float]:
@@ -64,24 +73,23 @@ def test_n06_with_a_preemption_after_the_first_chunk(smollm2: Checkpoint) -> Non
 @pytest.mark.parametrize("first", [PARIS, ROME])
 @pytest.mark.parametrize(("params", "together"), list(itertools.product([WANTED, None], [False, True])))
 def test_n06_beside_and_after_another_that_begins_alike(
-    smollm2: Checkpoint, first: list[int], params: SamplingParams | None, together: bool
+    shared: LLM, first: list[int], params: SamplingParams | None, together: bool
 ) -> None:
     """In both orders; the other asks for log-probabilities too, or does not."""
     other = params or SamplingParams(temperature=0, max_tokens=2)
     prompts = [first, ROME if first is PARIS else PARIS]
     settings = [WANTED if prompt is PARIS else other for prompt in prompts]
-    llm = llm_of()
+    shared.reset_prefix_cache()
     if together:
-        outputs = llm.generate(prompts, settings)
+        outputs = shared.generate(prompts, settings)
     else:
-        outputs = [llm.generate(prompt, setting)[0] for prompt, setting in zip(prompts, settings, strict=True)]
+        outputs = [shared.generate(prompt, setting)[0] for prompt, setting in zip(prompts, settings, strict=True)]
     for prompt, output in zip(prompts, outputs, strict=True):
         if prompt is PARIS:
             assert_paris(output)
         elif params is not None:
             assert values(output)[:3] == pytest.approx(EXPECTED[:3], abs=1e-3)
             assert values(output)[3] != pytest.approx(EXPECTED[3], abs=1e-2)
-    llm.close()
 
 
 def test_alternatives_and_ranks_are_those_of_transformers(smollm2: Checkpoint, transformers_smollm2: Any) -> None:

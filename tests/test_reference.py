@@ -114,7 +114,7 @@ def test_a_workload_equals_transformers_when_preempted(smollm2: Checkpoint, name
 RULES: dict[str, dict[str, Any]] = {
     "guaranteed": {"admission": "guaranteed"},
     "priority": {"policy": "priority"},
-    "longest_prefix": {"policy": "longest_prefix"},
+    "longest_prefix": {"policy": "longest_prefix", "enable_prefix_caching": True},
     "shortest": {"policy": "shortest"},
     "cheapest": {"victim": "cheapest"},
     "largest": {"victim": "largest"},
@@ -150,7 +150,7 @@ def test_a_sample_equals_transformers_under_other_rules(smollm2: Checkpoint) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_workload_equals_transformers_under_each_rule(smollm2: Checkpoint, name: str) -> None:
-    check_rules(requests("W1"), 1536, enable_prefix_caching=False, **RULES[name])
+    check_rules(requests("W1"), 1536, **{"enable_prefix_caching": False} | RULES[name])
 
 
 # What must change no token: page size, budget, prefix cache; and whether a request runs alone or in a batch.

@@ -28,7 +28,7 @@ def proposed(tokens: list[int], most: int) -> list[int]:
 BYTES = [0, 1, 0x100, 0x10000, 0x1000000, 0x01010101, 0x00010001, 0x01000100]
 
 
-@pytest.mark.parametrize("values", [[1, 2], [1, 2, 3, 4], BYTES])
+@pytest.mark.parametrize("values", [[1, 2], [1, 2, 3, 4], [1, 0x01010101], BYTES])
 @given(st.data())
 def test_it_is_what_a_plain_search_finds(values: list[int], data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.sampled_from(values), max_size=40))
@@ -57,6 +57,11 @@ def test_a_shifted_copy_hides_no_true_one() -> None:
     raw = np.array(text, dtype=np.int32).tobytes()
     assert raw.rfind(raw[-12:], 0, -4) % 4, "else nothing is tested here"
     assert proposed(text, 2) == [42, 43]
+
+
+def test_a_match_between_tokens_hides_no_true_one_that_it_overlaps() -> None:
+    same = 0x01010101
+    assert proposed([9, same, same, 1, 7, same, same], 2) == [1, 7]
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2, 3, 4, 5, 6]])

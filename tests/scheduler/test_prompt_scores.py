@@ -50,8 +50,12 @@ def test_all_come_cold_and_warm_in_chunks_and_for_several_sequences(
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("at", range(12))
-def test_a_preemption_at_any_moment_asks_for_none_twice(at: int, caching: bool, n: int) -> None:
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_preemption_at_any_moment_asks_for_none_twice(warm: bool, at: int, caching: bool, n: int) -> None:
     rig = Rig.of(60, 4, budget=3, caching=caching)
+    if warm:
+        rig.add(request("warm", PROMPT, 1))
+        rig.run()
     family = rig.add_family(request("r", PROMPT, 6, params=scored(n), seed=2))
     for _ in range(at):
         rig.step()

@@ -149,8 +149,8 @@ def test_drafts_are_given_up_before_anybody_gives_way() -> None:
     assert rig.scheduler.stats.preemptions == 0
     check(families, rhyme)
     # One page more is wanted for drafts than there is, and the row goes without.
-    rig = rig_of(8, usable=3)
-    sequence = rig.add(request("r", [0, 1, 2, 3, 4, 0, 1], 6))
+    rig = rig_of(8, usable=4)
+    sequence = rig.add(request("r", [4, 0, 1, 2, 3, 4, 0, 1], 8))
     sequence.draft_len = 8
     rig.step()
     rig.scheduler.manager.allocate(99, np.array([7], dtype=np.int32), 1)  # a stranger's
