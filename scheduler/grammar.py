@@ -4,18 +4,22 @@ A constraint is compiled once (`Grammars.get`, when the request comes) and copie
 A matcher takes the tokens that were sampled, and has the mask of those that may come next, for Row.mask.
 
 JSON comes without white space between its parts, so that blanks cannot use up the tokens; white space in strings stays
-as it is. Special tokens are never part of the text. The end belongs to us, not to the library: it is told of a special
-token of our own making, which stands for it and is no token of the model; where the text may end the mask allows the
-request's end tokens.
+as it is. Text that is certain, such as the name of a property, comes as the tokenizer would write it. Special tokens
+are never part of the text. The end belongs to us, not to the library: it is told of a special token of our own making,
+which stands for it and is no token of the model; where the text may end the mask allows the request's end tokens.
+
+Constraints that cost too much are refused, or end their own request only, by the limits below and the library's own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +35,12 @@ if TYPE_CHECKING:
     from scheduler.text import Tokenizer
 
 PARAM = "structured_outputs"
-MAX_CHARACTERS = 2**20  # of a constraint; the library's own limits bound what it is compiled to
+MAX_CHARACTERS = 2**20  # of a constraint; one so long compiles in about a second
+MAX_MULTIPLE = 10_000  # the library makes a state of every remainder, and has no limit of its own for them
 _KEPT = 64  # compiled constraints
+_SIZE = 20_000  # symbols of a grammar: some 2,000 properties; the time to compile grows with their square
+_STATES = 50_000  # of a lexer, 1 to 2 kB each
+_CERTAIN = 2**16  # bytes of certain text, which the library works out whole before each token, 0.5 us a byte
 _NO_TOKEN = "no token of the model can write what must come next"
 _END = "<|paged: end of a constrained text|>"
 
@@ -131,8 +139,10 @@ class Grammars:
             raise RequestError(f"{where} has {len(text)} characters, at most {MAX_CHARACTERS} are allowed", PARAM)
         tokenizer = self._made(library)
         try:
-            source = _SOURCES[field](library.LLMatcher, text)
-            limits = library.LLParserLimits(verbose_errors=False)
+            if field == "json":
+                _check_multiples(text)
+            source = _unforced(library, field, text) if _is_much(text) else _SOURCES[field](library.LLMatcher, text)
+            limits = library.LLParserLimits(max_lexer_states=_STATES, max_grammar_size=_SIZE, verbose_errors=False)
             matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
             return Grammar(matcher, self._end, self._own)
         except (ValueError, RecursionError, RequestFailed) as error:  # also UnicodeEncodeError, of half a character
@@ -182,6 +192,40 @@ _SOURCES: dict[str, Callable[[Any, str], Any]] = {
     "regex": lambda matcher, regex: matcher.grammar_from_regex(regex),
     "choice": _choice,
 }
+
+
+def _is_much(text: str) -> bool:
+    """Whether there may be very much certain text: by its length, and the least numbers of repetitions in it."""
+    least = re.findall(r'(?:\{|"min(?:Items|Length|Properties)": ?)(\d+)', text)
+    return len(text) * math.prod(max(1, int(number[:9])) for number in least) > _CERTAIN
+
+
+def _unforced(library: Any, field: str, text: str) -> str:
+    """The same, but how certain text is cut into tokens is left to the model."""
+    if field == "regex":
+        rule = f"/{library.regex_to_lark(text, use_ascii='')}/"
+    elif field == "choice":
+        rule = " | ".join(map(json.dumps, json.loads(text)))
+    else:
+        rule = f"%json {json.dumps({'x-guidance': {'whitespace_flexible': False}} | json.loads(text))}"
+    return f'%llguidance {{"no_forcing": true}}\nstart: {rule}'
+
+
+def _check_multiples(text: str) -> None:
+    """Raises ValueError where numbers must be multiples of what makes too many states."""
+    steps = list[int]()
+
+    def look(schema: Any) -> None:
+        inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+        step = schema.get("multipleOf") if isinstance(schema, dict) else None
+        if isinstance(step, (int, Decimal)) and step > 0:
+            steps.append(int("".join(map(str, Decimal(step).normalize().as_tuple().digits))))
+        for one in inner:
+            look(one)
+
+    look(json.loads(text, parse_float=Decimal))
+    if (multiple := math.lcm(*steps)) > MAX_MULTIPLE:
+        raise ValueError(f"numbers must be multiples of {multiple:,} together, and {MAX_MULTIPLE:,} is the most")
 
 
 def _reason(matcher: LLMatcher) -> str:

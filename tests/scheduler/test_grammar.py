@@ -510,3 +510,32 @@ def test_the_command_writes_json_by_a_schema(smollm2: Checkpoint, capfd: pytest.
     assert cli.run([*common, "--json-schema", str(PERSON), "--regex", "a"]) == 2
     assert "exactly one of" in capfd.readouterr().err
     assert cli.run([*common, "--json-schema", "/no/such/file"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        ({"json": {"type": "number", "multipleOf": 1234567}}, "multiples of 1,234,567"),
+        ({"json": {"items": [{"multipleOf": 0.97}, {"multipleOf": 997}]}}, "multiples of 96,709 together"),
+        ({"json": {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}}, "too big"),
+    ],
+)
+def test_what_costs_too_much_to_follow_is_refused(llm: LLM, constraint: dict[str, Any], reason: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    with pytest.raises(RequestError, match=reason):
+        llm.generate("x", params)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "begins"),
+    [
+        ({"regex": "(a{1000}){1000}b"}, "aaaa"),
+        ({"choice": ["abc " * 20_000]}, "abc abc"),
+        ({"json": {"type": "string", "minLength": 100_000}}, '"'),
+    ],
+)
+def test_much_certain_text_is_followed_token_by_token(llm: LLM, constraint: dict[str, Any], begins: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(**constraint))
+    (answer,) = llm.generate("x", params)[0].outputs
+    assert answer.text.startswith(begins)
+    assert answer.finish_reason == "length"
