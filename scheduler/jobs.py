@@ -96,6 +96,7 @@ class _Job:
         self.output = output
         self.progress = JobProgress(llm.engine.stats, output_before=llm.engine.stats.output_tokens)
         self.pending: dict[str, _Pending] = {}
+        self.ended: set[str] = set()  # without an answer, and whose empty outputs are still to come
         self.first_lines: dict[str, int] = {}  # of each custom_id
         self.records = 0
 
@@ -107,10 +108,20 @@ class _Job:
             while True:
                 while len(self.pending) < window and (line := next(source, None)) is not None:
                     self.accept(*line)
-                if not self.pending:
+                if not self.pending and not self.ended:
                     return self.progress
-                for output in self.llm.collect(self.pending):
-                    self.answer(output)
+                try:
+                    for output in self.llm.collect((*self.pending, *self.ended)):
+                        if output.request_id in self.ended:
+                            self.ended.remove(output.request_id)  # it has its record
+                        else:
+                            self.answer(output)
+                except Exception as error:
+                    ended = [one for one in engine.failed if one in self.pending and not engine.is_live(one)]
+                    if not ended:
+                        raise  # the step itself failed, or an answer cannot be written
+                    for request_id in ended:
+                        self.fail(request_id, error)
                 self.progress.seconds = time.perf_counter() - start
                 on_progress(self.progress)
         finally:
@@ -167,6 +178,14 @@ class _Job:
         self.progress.output_tokens += output.num_output_tokens
         body = openai.answer_body(output, one.params, one.chat, self.llm.model_name, self.llm.tokenizer)
         self.write(one.custom_id, 200, one.record_id, body)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """The record of a request that ended without an answer: its text, or its constraint, cannot go on."""
+        one = self.pending.pop(request_id)
+        self.ended.add(request_id)
+        self.progress.failed += 1
+        body = openai.error_body(f"{one.record_id.replace('-', ' ')}: {error}", None, "server_error")
+        self.write(one.custom_id, 500, one.record_id, body)
 
     def write(self, custom_id: str | None, status: int, request_id: str, body: dict[str, Any]) -> None:
         self.records += 1

@@ -134,8 +134,8 @@ def completion_prompt(body: Mapping[str, Any]) -> Any:
     return prompt
 
 
-def error_body(message: str, param: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}}
+def error_body(message: str, param: str | None, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
 def answer_body(

@@ -240,6 +240,22 @@ def test_log_probabilities_of_a_prompt_are_in_the_answer(llm: LLM, tmp_path: Pat
     assert all(any(entry["rank"] == 1 for entry in row.values()) for row in rows)
 
 
+def test_a_constraint_that_fails_on_the_way_costs_its_own_line_only(llm: LLM, tmp_path: Path) -> None:
+    """No token of SmolLM2 has the byte 6, which shows only where it must come."""
+    lines = [line(f"id-{i}") for i in range(5)]
+    for i in (1, 3):
+        lines[i]["body"] |= {"structured_outputs": {"choice": [f"hello there {i}\x06c"]}, "max_tokens": 12}
+    records, progress = run(llm, tmp_path, lines)
+    assert (progress.ok, progress.failed) == (3, 2)
+    by_id = {record["custom_id"]: record for record in records}
+    assert sorted(by_id) == [f"id-{i}" for i in range(5)]
+    assert [by_id[f"id-{i}"]["response"]["status_code"] for i in range(5)] == [200, 500, 200, 500, 200]
+    assert message(by_id["id-3"]).startswith("line 4: the constraint cannot be followed")
+    assert by_id["id-3"]["response"]["body"]["error"]["type"] == "server_error"
+    assert {by_id[f"id-{i}"]["response"]["body"]["choices"][0]["text"] for i in (0, 2, 4)} == {" Paris."}
+    llm.engine.scheduler.manager.check(idle=True)
+
+
 def test_several_choices_are_one_answer(llm: LLM, tmp_path: Path) -> None:
     lines = [line("three", n=3, seed=1, max_tokens=4, temperature=1), chat("two", n=2, seed=1, max_tokens=4)]
     records, progress = run(llm, tmp_path, lines)
