@@ -168,6 +168,7 @@ class Output:
         self._waiting: list[tuple[int, str, str, bytes]] = []  # to be written: line, digest, status, record
         self._size, self._since = 0, 0.0  # of those: bytes, and when the first came
         self._synced = time.monotonic()
+        self._end = self._noted = self._before = 0  # what is whole, in bytes of the output and of the journal
         self._overwrite = overwrite
         self._existed = path.exists()
         self._journal, made = _locked(self.journal_path)
@@ -255,8 +256,8 @@ class Output:
         self._noted, self._end = noted, end
 
     def _begin(self, about: dict[str, Any]) -> None:
-        self.about, self._end, self._noted = about, 0, 0
-        with open(self._journal, "rb", closefd=False) as journal, open(self._output, "rb", closefd=False) as output:  # noqa: PTH123
+        self.about = about
+        with open(self._journal, "rb", closefd=False) as journal, open(self._output, "rb", closefd=False) as output:
             header = journal.readline()
             begin = HEADER[: len(header)]
             if header.strip(b"\0") and not header.startswith(begin):

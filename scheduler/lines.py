@@ -12,13 +12,13 @@ import json
 import threading
 import zlib
 from collections import deque
-from collections.abc import Buffer, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from paged.errors import ConfigError, RequestError
+from paged.errors import ConfigError, RequestError, shown
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # how such files begin
 _BOM = b"\xef\xbb\xbf"
@@ -51,6 +51,22 @@ def request_of(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"must be a JSON object, not {type(value).__name__}")
     return value
+
+
+class CustomIds:
+    """Those of the lines before, as digests: some 130 bytes a line."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}  # line, by digest
+
+    def check(self, custom_id: object, number: int) -> None:
+        """Note that of line `number`. Raises RequestError for what is none, and for one that came before."""
+        if not isinstance(custom_id, str) or not custom_id:
+            raise RequestError(f"custom_id must be a text, not {shown(custom_id)}", "custom_id")
+        digest = blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+        first = self._first.setdefault(int.from_bytes(digest, "big"), number)
+        if first != number:
+            raise RequestError(f"custom_id {shown(custom_id)} is that of line {first} already", "custom_id")
 
 
 def prefix_key(request: dict[str, Any]) -> str:
@@ -168,11 +184,11 @@ def open_input(name: str) -> tuple[BinaryIO, bool]:
     raw: Any
     live = False
     if name == "-":
-        raw, live = open(0, "rb", closefd=False), True  # noqa: SIM115,PTH123  not sys.stdin, which is closed at exit
+        raw, live = open(0, "rb", closefd=False), True  # noqa: SIM115  not sys.stdin, which is closed at exit
     elif is_url(name):
-        files, path = filesystem(name)
+        files, place = filesystem(name)
         try:
-            raw = files.open(path, "rb")
+            raw = files.open(place, "rb")
         except OSError as error:
             raise ConfigError(f"input {name} cannot be opened: {error or type(error).__name__}") from None
     else:
@@ -211,7 +227,7 @@ class _Zstd(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self._ready:
             data = self._left or self._raw.read(_BLOCK)
             self._left = b""

@@ -12,7 +12,7 @@ import pytest
 
 from paged import LLM, ConfigError, RequestError, SamplingParams
 from scheduler import openai
-from scheduler.jobs import JobProgress, check_paths, run_job
+from scheduler.jobs import JobFiles, JobProgress, run_job
 from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from worker.checkpoints import Checkpoint
 
@@ -341,7 +341,7 @@ def test_files_that_may_not_be_used_are_refused(
     (tmp_path / "in.jsonl").write_text(json.dumps(line("a")))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != denied)  # root, as in CI, may do everything
     with pytest.raises(ConfigError, match=text):
-        check_paths(tmp_path / "in.jsonl", tmp_path / "out.jsonl", overwrite=False)
+        JobFiles(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
 
 
 def test_the_examples_are_sixty_four_good_requests(llm: LLM) -> None:
