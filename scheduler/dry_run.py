@@ -120,6 +120,7 @@ def check(name: str, llm: _CheckingLLM) -> Checked:
                 found.num_refused += 1
                 if len(found.refused) < SHOWN:
                     found.refused.append(f"line {line.number}: {error}")
+    source.close()
     return found
 
 

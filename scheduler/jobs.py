@@ -241,8 +241,12 @@ class Job:
     def _looked_through(self) -> int | None:
         """Count the lines, and compare those that are answered."""
         source = Source(self.files.input)
-        if source.live:
-            return None
+        try:
+            return None if source.live else self._counted(source)
+        finally:
+            source.close()
+
+    def _counted(self, source: Source) -> int | None:
         known = [index for index in (self.answered, self.old.index if self.old else Index()) if index]
         total, last = 0, max((index.last for index in known), default=0)
         number = size = 0
@@ -322,6 +326,7 @@ class _Run:
             self.stop.gently = False
             self.progress.stopped = self.stop.number
             self.progress.seconds = time.perf_counter() - start
+            self.source.close()
             self.answerer.abort(self.pending.keys())  # a step raised, or we are to stop
         if self.progress.stopped is None and not self.progress.ok + self.progress.failed:
             raise ConfigError(f"input {self.files.input} has no request: no line of it is more than blank")

@@ -12,7 +12,7 @@ import json
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -102,8 +102,8 @@ class Source:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ended = False  # and all lines were taken
-        stream, self.live = open_input(name)
-        self._lines = _filled(stream, name)
+        self._stream, self.live = open_input(name)
+        self._lines = _filled(self._stream, name)
         self._pump = _Pump(self._lines) if self.live else None
 
     def take(self, count: int, num_bytes: int, wait: float) -> list[Line]:
@@ -120,6 +120,12 @@ class Source:
                 return lines
         self.ended = True
         return lines
+
+    def close(self) -> None:
+        """Of a pipe its thread goes on to the end."""
+        if not self.live:
+            self._lines.close()
+            self._stream.close()  # lines that were never begun do not
 
 
 class _Pump:
@@ -248,13 +254,14 @@ class _Zstd(io.RawIOBase):
         return size
 
 
-def _filled(stream: BinaryIO, name: str) -> Iterator[Line]:
+def _filled(stream: BinaryIO, name: str) -> Generator[Line, None, None]:
     number = 0
     try:
-        for raw in _unpacked(stream):  # only now: the first bytes of a pipe may have to be waited for
-            number += 1
-            content = (raw.removeprefix(_BOM) if number == 1 else raw).rstrip(b"\r\n")
-            if content and not content.isspace():
-                yield Line(number, content)
+        with stream:
+            for raw in _unpacked(stream):  # only now: the first bytes of a pipe may have to be waited for
+                number += 1
+                content = (raw.removeprefix(_BOM) if number == 1 else raw).rstrip(b"\r\n")
+                if content and not content.isspace():
+                    yield Line(number, content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"input {name} is damaged after line {number}: {error}") from None

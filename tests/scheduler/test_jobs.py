@@ -250,7 +250,7 @@ def test_a_constraint_that_fails_on_the_way_costs_its_own_line_only(llm: LLM, tm
     by_id = {record["custom_id"]: record for record in records}
     assert sorted(by_id) == [f"id-{i}" for i in range(5)]
     assert [by_id[f"id-{i}"]["response"]["status_code"] for i in range(5)] == [200, 500, 200, 500, 200]
-    assert message(by_id["id-3"]).startswith("line 4: the constraint cannot be followed")
+    assert message(by_id["id-3"]).startswith("line 4: the request ended without an answer: the constraint cannot")
     assert by_id["id-3"]["response"]["body"]["error"]["type"] == "server_error"
     assert {by_id[f"id-{i}"]["response"]["body"]["choices"][0]["text"] for i in (0, 2, 4)} == {" Paris."}
     llm.engine.scheduler.manager.check(idle=True)
