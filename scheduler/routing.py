@@ -11,11 +11,12 @@ A request goes to the replica that holds most of its prompt, as long as the work
 
 which is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads,
 2016), with a prefix's worth added: to wait behind so many more tokens takes no longer than to compute them again.
-Among equals, and where none holds enough of it to matter, the digest of the first block that they do not tell apart
-decides, by the highest hash of digest and replica (Thaler, Ravishankar: A Name-Based Mapping Scheme for Rendezvous,
-1996). So drivers that know nothing of each other agree, and a replica that comes or goes moves its own share only. If
-all that have room are over their bound, the least busy gets it. Nothing here is random, and nobody but the driver's
-one thread may call.
+Among equals, and where none holds enough of it to matter, the first block that does not tell them apart decides: the
+hashes of its digest and each replica name two, the highest (Thaler, Ravishankar: A Name-Based Mapping Scheme for
+Rendezvous, 1996), and the less busy of them gets the request (Mitzenmacher: The Power of Two Choices in Randomized Load
+Balancing, 2001). So drivers that know nothing of each other mostly agree, and a replica that comes or goes moves its
+own share only. If all that have room are over their bound, the least busy gets it. Nothing here is random, and nobody
+but one thread may call.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _outline(prompt: Any, chat: bool) -> tuple[tuple[int, ...], int]:
             data, block = prompt[: _MOST * TOKEN_BYTES].encode("utf-8", "surrogatepass"), TOKEN_BYTES
             tokens, kind = len(prompt) // TOKEN_BYTES, b"chat" if chat else b"text"
         else:
-            data, block = array("q", prompt[:_MOST]).tobytes(), 8
+            data, block = _ids(prompt[:_MOST]), 8
             tokens, kind = len(prompt), b"ids"
         chain = blake2b(kind + b"\0" + salt.encode("utf-8", "surrogatepass") + b"\0", digest_size=8)
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError):
@@ -111,6 +112,12 @@ def _outline(prompt: Any, chat: bool) -> tuple[tuple[int, ...], int]:
         found.append(int.from_bytes(chain.digest(), "big"))
         start = end
     return tuple(found), max(tokens, 1)
+
+
+def _ids(tokens: Any) -> bytes:
+    if hasattr(tokens, "astype"):  # an array
+        return bytes(tokens.astype("int64", casting="same_kind").tobytes())
+    return array("q", tokens).tobytes()
 
 
 def _message(message: Any) -> str:
@@ -313,15 +320,19 @@ class Router:
         return [one for one in self._replicas.values() if mask & one.bit and one.load <= bound]
 
     def _choose(self, some: list[_Replica], digest: int) -> int:
-        """The one with the highest hash."""
-        best, most = some[0], -1
+        """Of the two with the highest hashes the less busy one."""
+        best = second = some[0]
+        most = more = -1
         if len(some) > 1:
             for one in some:
                 mixed = (digest ^ one.seed) * _ODD & _MASK
                 mixed = (mixed ^ mixed >> 32) * _ODD & _MASK
                 if mixed > most:
+                    second, more = best, most
                     best, most = one, mixed
-        return best.bit.bit_length() - 1
+                elif mixed > more:
+                    second, more = one, mixed
+        return (second if second.load < best.load else best).bit.bit_length() - 1
 
     def _least_busy(self) -> int:
         some = [one for one in self._replicas.values() if self._open & one.bit]
