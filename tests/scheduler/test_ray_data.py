@@ -74,7 +74,7 @@ def test_pandas_and_pyarrow_give_the_same_in_their_own_form(generate: Generate) 
 
     prompts = ["The capital of France is", None, "Water boils at"]
     expected = generate({"prompt": arrays(prompts)})
-    frame = generate(pandas.DataFrame({"prompt": prompts, "number": [1, 2, 3]}))
+    frame = generate(pandas.DataFrame({"prompt": pandas.Series(prompts, dtype=object), "number": [1, 2, 3]}))
     assert list(frame) == ["prompt", "number", *NEW]
     table = generate(pyarrow.table({"prompt": prompts, "text": [1, 2, 3]}))  # a column of that name is replaced
     assert table.column_names == ["prompt", *NEW]
