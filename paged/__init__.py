@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from scheduler.metrics import Metrics, MetricsSummary, Percentiles
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from scheduler.policy import Limits, Rules
+    from scheduler.ray_data import Generate
     from worker.executor import Executor
     from worker.step import SamplingParams, Step, StepResult, StructuredOutputsParams
 
@@ -65,6 +66,7 @@ __all__ = [
     # the engine
     "LLM",
     "AsyncLLM",
+    "Generate",
     "SamplingParams",
     "StructuredOutputsParams",
     "BeamSearchParams",
@@ -101,6 +103,7 @@ _FORWARDED = {
     "KVPool": "paged.pool",
     "LLM": "scheduler.llm",
     "AsyncLLM": "scheduler.async_llm",
+    "Generate": "scheduler.ray_data",
     "RequestOutput": "scheduler.outputs",
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",

@@ -1,0 +1,471 @@
+"""Router: never over its bound, never to a replica that is gone, sums that add up; digests that prompts share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paged.errors import RequestError
+from scheduler.desk import LineRequest, PromptRequest, Response
+from scheduler.openai import CHAT, COMPLETIONS
+from scheduler.outputs import CompletionOutput, RequestOutput
+from scheduler.routing import (
+    ANSWER,
+    BLOCKS,
+    ENDS,
+    EPSILON,
+    TOKEN_BYTES,
+    Router,
+    Usage,
+    digests,
+    outline,
+    usage,
+)
+from worker.step import SamplingParams
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+BLOCK = BLOCKS[0] * TOKEN_BYTES  # characters
+
+
+def text(blocks: float, letter: str = "a") -> str:
+    return letter * round(blocks * BLOCK)
+
+
+# Digests
+
+
+def test_there_is_one_for_each_full_block_of_a_text() -> None:
+    assert [len(digests(text(blocks))) for blocks in (0, 0.9, 1, 1.9, 2, 16)] == [0, 0, 1, 1, 2, 16]
+    assert len(set(digests(text(16)))) == 16  # each of all up to there, though every block is equal
+
+
+def test_blocks_grow_and_their_number_is_bounded() -> None:
+    assert len(digests(text(18))) == 17
+    assert ENDS[64] == 15_360
+    assert len(digests("x" * 10_000_000)) == len(digests(list(range(100_000)))) == 64
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 300), st.booleans())
+def test_prompts_share_the_digests_of_the_blocks_that_they_share(
+    letters: list[int], common: int, as_text: bool
+) -> None:
+    one = [letter for letter in letters for _ in range(16)]
+    other = [*one[:common], 7, *one[common + 1 :]]
+    same = min(common, len(one))
+    if as_text:
+        found = (
+            digests("".join("abcd"[i] * TOKEN_BYTES for i in one)),
+            digests("".join("abcdefgh"[i] * TOKEN_BYTES for i in other)),
+        )
+    else:
+        found = digests(one), digests(other)
+    shared = sum(end <= same for end in ENDS[1:])
+    assert found[0][:shared] == found[1][:shared]
+    assert not set(found[0][shared:]) & set(found[1][shared:])
+    assert len(found[0]) == sum(end <= len(one) for end in ENDS[1:])
+
+
+def test_token_ids_text_and_conversations_with_the_same_bytes_are_told_apart() -> None:
+    content = text(3)
+    kinds = [
+        digests(content),
+        digests([97] * 3 * BLOCKS[0]),
+        digests([{"role": "user", "content": content}], chat=True),
+        digests({"prompt": content, "cache_salt": "x"}),
+        digests({"prompt": content, "cache_salt": "y"}),
+    ]
+    assert [len(kind) for kind in kinds] == [3] * 5
+    assert len({digest for kind in kinds for digest in kind}) == 15
+
+
+def test_what_stands_for_the_same_prompt_has_the_same_digests() -> None:
+    content, ids = text(3), list(range(200))
+    parts = [{"type": "text", "text": content[:10]}, {"type": "text", "text": content[10:]}]
+    assert digests({"prompt": content}) == digests(content)
+    assert digests({"prompt_token_ids": ids}) == digests(tuple(ids)) == digests(ids)
+    whole, split = ([{"role": "user", "content": one}] for one in (content, parts))
+    assert digests(whole, chat=True) == digests(split, chat=True) != ()
+
+
+def test_a_conversation_that_goes_on_begins_as_it_did() -> None:
+    first = [{"role": "system", "content": text(2)}, {"role": "user", "content": text(3, "b")}]
+    later = [*first, {"role": "assistant", "content": text(2, "c")}, {"role": "user", "content": "and now?"}]
+    one, other = digests(first, chat=True), digests(later, chat=True)
+    assert len(other) > len(one) == 5
+    assert other[:5] == one
+
+
+@given(JSON, JSON, st.booleans())
+@settings(max_examples=300)
+def test_what_is_no_prompt_raises_nothing(url: Any, body: Any, chat: bool) -> None:
+    for one in (url, COMPLETIONS, CHAT):
+        for whole in (body, {"prompt": body}, {"messages": body, "max_tokens": url}, {"messages": [body]}):
+            found, size = outline(LineRequest("POST", one, whole))
+            assert size >= 1
+            assert isinstance(found, tuple)
+    assert isinstance(outline(PromptRequest(body, chat=chat))[0], tuple)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, b"x" * 9999, [1.5] * 99, [2**70] * 99, object(), {}, {"prompt": None}, count(), {"cache_salt": 3}],
+    ids=repr,
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_no_prompt_has_no_digests(prompt: Any, chat: bool) -> None:
+    assert digests(prompt, chat) == ()
+
+
+def test_half_a_surrogate_pair_does_no_harm() -> None:
+    assert len(digests("\ud800" * BLOCK)) == 3
+
+
+def test_lines_and_prompts_agree() -> None:
+    content, messages = text(4), [{"role": "user", "content": text(4)}]
+    completion = LineRequest("POST", COMPLETIONS, {"prompt": content, "max_tokens": 100})
+    listed = LineRequest("POST", COMPLETIONS, {"prompt": [content], "max_tokens": 100})
+    prompt = PromptRequest(content, SamplingParams(max_tokens=100))
+    assert outline(completion) == outline(listed) == outline(prompt) == (digests(content), 4 * 64 + 100)
+    chat = LineRequest("POST", CHAT, {"messages": messages})
+    assert outline(chat) == outline(PromptRequest(messages, chat=True)) != ((), 1)
+    assert outline(chat)[1] == (len(content) + 6) // TOKEN_BYTES + ANSWER
+
+
+# What answers say
+
+
+def test_usage_is_read_from_outputs_and_from_bodies() -> None:
+    output = RequestOutput("0", None, [1, 2, 3], [CompletionOutput(0, "", [4])], True, 2, 1)
+    assert usage(output) == Usage(3, 2, 1)
+    said = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
+    assert usage(Response(200, json.loads(json.dumps({"usage": said})))) == Usage(3, 2, 1)
+    for nothing in (Response(400, {"error": {}}), Response("cluster_lost", None), RequestError("no")):
+        assert usage(nothing) is None
+
+
+# Where requests go
+
+
+def chain(*names: object) -> tuple[int, ...]:
+    """Digests of a prompt whose blocks have these names, as equal as their beginnings are."""
+    ids = [crc32(repr(name).encode()) for name in names for _ in range(BLOCKS[0])]
+    return digests(ids)
+
+
+def router_of(replicas: int, room: int = 100, capacity: int = 1_000_000, epsilon: float = EPSILON) -> Router:
+    router = Router(epsilon)
+    for replica in range(replicas):
+        router.add(replica, room, capacity)
+    return router
+
+
+def send(router: Router, key: str, prompt: tuple[int, ...], size: int) -> int:
+    replica = router.pick(prompt, size)
+    assert replica is not None
+    router.started(key, replica, prompt, size)
+    return replica
+
+
+def test_a_conversation_stays_where_it_began() -> None:
+    router, homes = router_of(8), dict[int, int]()
+    for talk in range(40):
+        for turn in range(1, 6):
+            prompt = chain(*[(talk, block) for block in range(4 * turn)])
+            replica = send(router, f"{talk}-{turn}", prompt, 64 * len(prompt))
+            router.finished(f"{talk}-{turn}", Usage(64 * len(prompt), router.known(replica, prompt), 5))
+            assert homes.setdefault(talk, replica) == replica
+    router.check()
+
+
+def test_the_longest_prefix_wins() -> None:
+    router = router_of(3)
+    router.started("short", 0, chain("a"), 64)
+    router.started("long", 1, chain("a", "b", "c"), 192)
+    for key in ("short", "long"):
+        router.finished(key, Usage(64, 0, 1))
+    assert [router.known(replica, chain("a", "b", "x")) for replica in range(3)] == [64, 128, 0]
+    assert router.pick(chain("a", "b", "x"), 192) == 1
+
+
+def test_a_replica_that_is_much_busier_gives_way_to_the_next_best_prefix_and_then_to_any() -> None:
+    prompt = chain(*range(8))
+    router = router_of(3)
+    router.started("a", 0, prompt, 512)
+    router.started("b", 1, prompt[:4], 256)
+    router.finished("a", Usage(512, 0, 1))
+    router.finished("b", Usage(256, 0, 1))
+    assert router.pick(prompt, 600) == 0
+    router.started("load", 0, (), 600)  # 600 is less than 1.25 * 200 + 512
+    assert router.pick(prompt, 600) == 0
+    router.started("more", 0, (), 1000)
+    assert router.pick(prompt, 600) == 1
+    router.started("and more", 1, (), 6000)
+    assert router.pick(prompt, 600) == 0  # 1600 is less than 1.25 * 2533 + 512 again
+    router.started("much", 0, (), 6000)
+    assert router.pick(prompt, 600) == 2
+    router.check()
+
+
+def test_a_prefix_that_is_a_small_part_of_a_prompt_does_not_count() -> None:
+    """Else whoever begins as everybody does would go to the replica that was first."""
+    router = router_of(8)
+    places = set()
+    for talk in range(64):
+        prompt = chain("system", *[(talk, block) for block in range(15)])
+        places.add(send(router, str(talk), prompt, 64 * 16))
+        router.finished(str(talk), Usage(64 * 16, 0, 1))
+    assert places == set(range(8))
+
+
+def test_what_many_share_spreads_when_one_replica_is_not_enough() -> None:
+    router, prompt = router_of(4), chain(*range(15))
+    places = [send(router, str(i), (*prompt, i), 64 * 15 + 100) for i in range(200)]
+    assert max(places.count(replica) for replica in range(4)) <= 1.25 * 200 / 4 + 10
+    router.check()
+
+
+def test_prompts_without_digests_go_to_the_least_busy() -> None:
+    router = router_of(4)
+    assert [send(router, str(i), (), 10 - i) for i in range(6)] == [0, 1, 2, 3, 3, 2]
+
+
+def test_nobody_gets_more_than_it_has_room_for() -> None:
+    router = router_of(2, room=2)
+    assert sorted(send(router, str(i), chain("a"), 64) for i in range(4)) == [0, 0, 1, 1]
+    assert router.pick(chain("a"), 64) is None
+    assert router.pick((), 64) is None
+    router.finished("2")
+    assert router.pick((), 64) is not None
+    router.finished("2")  # again: nothing
+    router.check()
+
+
+def test_a_replica_that_comes_or_goes_moves_only_its_own_share() -> None:
+    prompts = [chain(("prompt", i)) for i in range(2_000)]
+    before = {replicas: [router_of(replicas).pick(prompt, 64) for prompt in prompts] for replicas in (8, 9)}
+    moved = [new for old, new in zip(before[8], before[9], strict=True) if old != new]
+    assert set(moved) == {8}  # nobody moves but to the new one
+    assert len(moved) == pytest.approx(2_000 / 9, rel=0.2)
+    router = router_of(9)
+    router.remove(3)
+    after = [router.pick(prompt, 64) for prompt in prompts]
+    assert all((old == new) == (old != 3) for old, new in zip(before[9], after, strict=True))
+    counts = [after.count(replica) for replica in range(9) if replica != 3]
+    assert min(counts) > 0.8 * 2_000 / 8
+    assert max(counts) < 1.2 * 2_000 / 8
+
+
+def test_what_is_known_does_not_move_to_a_new_replica() -> None:
+    router, prompts = router_of(4), [chain(("prompt", i)) for i in range(200)]
+    homes = []
+    for i, prompt in enumerate(prompts):
+        homes.append(send(router, str(i), prompt, 64))
+        router.finished(str(i), Usage(64, 0, 1))
+    router.add(4, 100, 10_000)
+    assert [router.pick(prompt, 64) for prompt in prompts] == homes
+
+
+# The picture of a cache
+
+
+def test_a_replica_that_is_removed_and_comes_back_holds_nothing() -> None:
+    router, prompt = router_of(2), chain("a", "b")
+    router.started("1", 0, prompt, 128)
+    router.started("2", 1, (), 1)
+    router.started("3", 0, prompt, 128)
+    assert router.remove(0) == ["1", "3"]
+    router.check()
+    assert router.pick(prompt, 128) == 1
+    router.add(0, 100, 10_000)
+    assert router.known(0, prompt) == 0
+    assert router.load(0) == (0, 0)
+    router.finished("1")  # it is forgotten, so nothing happens
+    router.started("1", 1, prompt, 128)
+    router.check()
+
+
+def test_the_ends_of_what_was_not_used_for_longest_are_forgotten_first() -> None:
+    router = router_of(1, capacity=6 * 64)
+    for key, prompt in (("a", chain("a1", "a2", "a3")), ("b", chain("b1", "b2"))):
+        router.started(key, 0, prompt, 200)
+        router.finished(key)
+    router.started("c", 0, chain("c1", "c2"), 128)
+    assert router.known(0, chain("a1", "a2", "a3")) == 128
+    assert router.known(0, chain("b1", "b2")) == 128
+    router.check()
+
+
+def test_answers_take_room_in_a_cache_too() -> None:
+    router = router_of(1, capacity=10 * 64)
+    for key, prompt, output in (("a", chain("a1", "a2"), 0), ("b", chain("b1"), 8 * 64)):
+        router.started(key, 0, prompt, 200)
+        router.finished(key, Usage(64 * len(prompt), 0, output))
+    assert router.known(0, chain("a1", "a2")) == 64
+    assert router.known(0, chain("b1")) == 64
+    router.check()
+
+
+def test_a_prompt_larger_than_the_cache_leaves_its_beginning() -> None:
+    router = router_of(1, capacity=3 * 64)
+    router.started("a", 0, chain(*range(10)), 640)
+    assert router.known(0, chain(*range(10))) == 192
+    router.check()
+
+
+def test_a_prefix_that_was_not_found_forgets_all_that_is_as_old() -> None:
+    router, old, older, newer = router_of(1), chain("o1", "o2"), chain("p1", "p2"), chain("n1", "n2")
+    for prompt in (older, old, newer):
+        router.started("x", 0, prompt, 128)
+        router.finished("x", Usage(128, 0, 1))
+    router.started("again", 0, old, 128)
+    router.finished("again", Usage(128, 16, 1))
+    assert [router.known(0, prompt) for prompt in (older, old, newer)] == [0, 128, 128]
+    router.check()
+
+
+def test_requests_of_other_drivers_make_a_replica_busy() -> None:
+    router = router_of(2)
+    router.started("a", 0, (), 100)
+    assert router.pick((), 10) == 1
+    router.report(1, 5)
+    router.report(0, 1)
+    assert [router.load(replica) for replica in (0, 1)] == [(1, 100), (0, 500)]
+    assert router.pick((), 10) == 0
+    router.check()
+    router.report(1, 0)
+    assert router.load(1) == (0, 0)
+    router.check()
+
+
+# Whatever happens
+
+
+def fault(router: Router, prompt: tuple[int, ...], size: int, picked: int | None, rooms: dict[int, int]) -> str | None:
+    """What is wrong with a choice, from what anybody can ask a router."""
+    free = {replica for replica, room in rooms.items() if router.load(replica)[0] < room}
+    if picked is None:
+        return f"{free} have room" if free else None
+    if picked not in free:
+        return f"{picked} is gone or full"
+    load = router.load(picked)[1]
+    average = sum(router.load(replica)[1] for replica in rooms) / len(rooms)
+    over = load > (1 + EPSILON) * average + router.known(picked, prompt) + 1e-6
+    if over and load > min(router.load(replica)[1] for replica in free):
+        return f"{picked} has {load}, on average they have {average}"
+    return None
+
+
+class Routing(RuleBasedStateMachine):
+    """Two routers that are told the same, and what is wrong with either."""
+
+    @initialize(replicas=st.integers(1, 4), capacity=st.integers(0, 2_000))
+    def begin(self, replicas: int, capacity: int) -> None:
+        self.one, self.other = Router(), Router()
+        self.rooms: dict[int, int] = {}
+        self.keys: dict[str, int] = {}
+        self.names: Iterator[int] = count()
+        for replica in range(replicas):
+            self.add(replica, 3, capacity)
+
+    def both(self, act: Callable[[Router], Any]) -> Any:
+        result = act(self.one)
+        assert act(self.other) == result
+        return result
+
+    @rule(replica=st.integers(0, 6), room=st.integers(0, 5), capacity=st.integers(0, 2_000))
+    def add(self, replica: int, room: int, capacity: int) -> None:
+        if replica not in self.rooms:
+            self.both(lambda router: router.add(replica, room, capacity))
+            self.rooms[replica] = room
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.rooms)))
+        del self.rooms[replica]
+        lost = self.both(lambda router: router.remove(replica))
+        assert lost == [key for key, place in self.keys.items() if place == replica]
+        self.keys = {key: place for key, place in self.keys.items() if place != replica}
+
+    @rule(
+        words=st.lists(st.sampled_from("abc"), max_size=6),
+        size=st.integers(1, 1_000),
+        stray=st.none() | st.integers(0, 6),
+    )
+    def request(self, words: list[str], size: int, stray: int | None) -> None:
+        prompt = chain(*words)
+        picked = self.both(lambda router: router.pick(prompt, size))
+        assert fault(self.one, prompt, size, picked, self.rooms) is None
+        replica = stray if stray in self.rooms else picked  # a driver may send it elsewhere
+        if replica is not None:
+            key = str(next(self.names))
+            self.both(lambda router: router.started(key, replica, prompt, size))
+            self.keys[key] = replica
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data(), said=st.none() | st.builds(Usage, *[st.integers(0, 400)] * 3))
+    def finish(self, data: st.DataObject, said: Usage | None) -> None:
+        key = data.draw(st.sampled_from(sorted(self.keys)))
+        del self.keys[key]
+        self.both(lambda router: router.finished(key, said))
+
+    @precondition(lambda self: self.rooms)
+    @rule(data=st.data(), requests=st.integers(0, 10))
+    def report(self, data: st.DataObject, requests: int) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.rooms)))
+        self.both(lambda router: router.report(replica, requests))
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        self.one.check()
+        assert len(self.one) == len(self.keys)
+        for replica in self.rooms:
+            assert self.one.load(replica)[0] == list(self.keys.values()).count(replica)
+
+
+TestRouting = Routing.TestCase
+TestRouting.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_router_without_its_bound_is_found_out() -> None:
+    router = router_of(3)
+    router._below = lambda mask, bound: [router._replicas[0]]  # type: ignore[method-assign]  # a fault
+    found = None
+    for i in range(5):
+        picked = router.pick(chain("a"), 100)
+        found = found or fault(router, chain("a"), 100, picked, dict.fromkeys(range(3), 100))
+        router.started(str(i), 0, chain("a"), 100)
+    assert found is not None
+    assert found.startswith("0 has ")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda router: setattr(router, "_load", 1), "load of all"),
+        (lambda router: setattr(router._replicas[0], "load", 1), "load"),
+        (lambda router: router._replicas[0].held.popitem(), "held tokens"),
+        (lambda router: setattr(router, "_open", 0), "open"),
+        (lambda router: router._holders.clear(), "holders"),
+        (lambda router: router._replicas.pop(1), "has room"),
+    ],
+)
+def test_check_finds_faults(break_it: Callable[[Router], Any], said: str) -> None:
+    router = router_of(2)
+    router.started("a", 0, chain("a", "b"), 200)
+    router.check()
+    break_it(router)
+    with pytest.raises(AssertionError, match=said):
+        router.check()
