@@ -84,7 +84,7 @@ class Desk:
             else:
                 self._add_prompt(key, request)
         except RequestError as error:
-            self._results.append((key, _failure(request, error)))
+            self._results.append((key, failure(request, error)))
 
     def abort(self, keys: SequenceOf[str]) -> None:
         """Forget these requests, wherever they are; unknown ones are none."""
@@ -117,7 +117,7 @@ class Desk:
                 self._ended.add(engine_id)
                 key, request, _ = self._done(engine_id)
                 failed = RequestFailed(f"the request ended without an answer: {error}")
-                self._results.append((key, _failure(request, failed)))
+                self._results.append((key, failure(request, failed)))
             return
         for output in outputs:
             if output.request_id in self._ended:
@@ -172,8 +172,8 @@ class Desk:
         return Response(200, body, "", len(output.prompt_token_ids), output.num_output_tokens)
 
 
-def _failure(request: AnyRequest, error: RequestError | RequestFailed) -> Result:
-    """What stands for the answer: the error itself, or of a line its body as OpenAI writes it."""
+def failure(request: AnyRequest, error: RequestError | RequestFailed) -> Result:
+    """What stands for the answer of a request: the error itself, or of a line its body as OpenAI writes it."""
     if isinstance(request, PromptRequest):
         return error
     if isinstance(error, RequestError):

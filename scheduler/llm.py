@@ -342,7 +342,7 @@ class LLM:
         """Every prompt tokenised and checked, before the first is queued."""
         if not isinstance(prompts, (str, Mapping, SequenceOf, np.ndarray)):
             raise RequestError(f"prompts must be a prompt or a list of prompts, not {shown(prompts)}")
-        items = [prompts] if _is_one(prompts, chat) else list(prompts)
+        items = [prompts] if is_one_prompt(prompts, chat) else list(prompts)
         params: list[SamplingParams | BeamSearchParams]
         if isinstance(sampling_params, (SamplingParams, BeamSearchParams)) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(items)
@@ -416,7 +416,7 @@ class LLM:
                 self._mail.pop(request_id, None)
 
 
-def _is_one(prompts: Any, chat: bool) -> bool:
+def is_one_prompt(prompts: Any, chat: bool) -> bool:
     """Whether this is one prompt (or conversation), not a list of them."""
     if isinstance(prompts, (str, Mapping, np.ndarray)):
         return True

@@ -1,0 +1,364 @@
+"""Cluster: replicas of one model as Ray actors, and the driver that sends them work. The one front door to them.
+
+    from paged import Cluster, SamplingParams
+
+    with Cluster.launch("smollm2", replicas=2) as cluster:
+        outputs = cluster.generate(prompts, SamplingParams(temperature=0))
+
+A replica is an actor that Ray restarts when its process or node dies; driver.py and dispatch.py run again what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import weakref
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from paged.errors import ConfigError, RequestError, RequestFailed
+from scheduler import placement
+from scheduler.actors import CALLS, PREFIX, RayLink, Watcher, actor_class, end_replica, indices_of, restarts
+from scheduler.config import EngineConfig
+from scheduler.desk import LineRequest, PromptRequest, Response, Result
+from scheduler.driver import Driver, Peer, State
+from scheduler.llm import Params, Prompt, is_one_prompt, plan
+from scheduler.outputs import EngineStats, RequestOutput
+from scheduler.replica import Replica
+from worker.step import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """How one replica stands; None for what only one that is warm can say. restarts: those that Ray has counted."""
+
+    index: int
+    state: State
+    restarts: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    threads: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    used_pages: int | None = None
+    total_pages: int | None = None
+    output_tokens: int | None = None
+
+
+class Cluster:
+    """Made by `launch` or `connect`. Every method may be called from any thread, `submit` from any event loop.
+
+    What a job uses (jobs.Answerer): model_name, room, add, take, abort, stats. Keys of `add` are the caller's, who is
+    the only one.
+    """
+
+    def __init__(self, home: placement.Home, namespace: str, detached: bool) -> None:
+        self._home, self._namespace, self._detached = home, namespace, detached
+        self._replica: type = Replica
+        self._driver = Driver()
+        self._watcher = Watcher(self._driver, namespace)
+        self._outbox = _Outbox()
+        self._keys: dict[str, str] = {}  # the driver's key, by the caller's
+        self._close = weakref.finalize(
+            self, _let_go, self._watcher, self._driver, home, None if detached else namespace
+        )
+        atexit.register(self._close)  # before Ray's own, as it is registered later
+
+    @classmethod
+    def launch(
+        cls,
+        model: str = "smollm2",
+        *,
+        replicas: int = 1,
+        name: str = "default",
+        address: str | None = None,
+        detach: bool = False,
+        placement_timeout: float = 15.0,
+        **settings: Any,
+    ) -> Self:
+        """Start replicas of a model, and return when all are warm. Settings are those of EngineConfig, of one replica.
+
+        address: of a Ray cluster to join; None starts Ray here, which ends with this process, or with `detach` goes on
+        until `stop`. Raises ConfigError for what cannot work, CheckpointError for a model that cannot be had, and
+        PlacementError after placement_timeout seconds in which there was no room for them; nothing is left then.
+        """
+        config = EngineConfig.from_settings(model=model, **settings)
+        return cls.launch_config(
+            config,
+            replicas=replicas,
+            name=name,
+            address=address,
+            detach=detach,
+            placement_timeout=placement_timeout,
+        )
+
+    @classmethod
+    def launch_config(
+        cls,
+        config: EngineConfig,
+        *,
+        replicas: int = 1,
+        name: str = "default",
+        address: str | None = None,
+        detach: bool = False,
+        placement_timeout: float = 15.0,
+        _replica: type = Replica,
+    ) -> Self:
+        """`launch` for settings that are together."""
+        if Path(config.model).exists():
+            config = replace(config, model=str(Path(config.model).resolve()))  # workers start elsewhere
+        if address is None:
+            plan(config)  # refuses what cannot work before anything is started
+        home = placement.start(address, f"paged-{name}", detach_head=detach)
+        made = cls(home, f"paged-{name}", detach)
+        made._replica = _replica
+        try:
+            made._add_replicas(config, range(replicas), placement_timeout)
+            made._driver.wait(replicas)
+        except BaseException:
+            made.stop()
+            raise
+        return made
+
+    @classmethod
+    def connect(cls, name: str = "default", address: str | None = None) -> Self:
+        """The cluster of this name, once one of its replicas is warm. `close` leaves it as it is."""
+        home = placement.start(address, f"paged-{name}")
+        made = cls(home, f"paged-{name}", detached=True)
+        try:
+            made._wait_for_one(name)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    # Prompts
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Any],
+        sampling_params: Params = None,
+        *,
+        chat: bool = False,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, or with `chat` answer each conversation; the outputs in the order of the prompts.
+
+        prompts, sampling_params: as for LLM.generate. Raises RequestError, which names the prompt, and RequestFailed
+        for one that kills its replicas or if the cluster is lost; the other requests are given up then.
+        """
+        items = [prompts] if is_one_prompt(prompts, chat) else list(prompts)
+        one = isinstance(sampling_params, SamplingParams) or sampling_params is None
+        params = [sampling_params] * len(items) if one else list(sampling_params)  # type: ignore[arg-type]
+        if len(params) != len(items):
+            raise RequestError(f"{len(items)} prompts and {len(params)} sampling_params: give one, or one for each")
+        outbox, outputs, keys = _Outbox(), dict[int, RequestOutput](), []
+        try:
+            for i, (item, param) in enumerate(zip(items, params, strict=True)):
+                request = PromptRequest(item, param, chat, priority)  # type: ignore[arg-type]
+                keys.append(self._driver.add(request, partial(outbox.put, str(i))))
+            while len(outputs) < len(items):
+                for number, result in outbox.take(1.0):
+                    outputs[int(number)] = _output(result, number)
+        except BaseException:
+            self._driver.abort(keys)
+            raise
+        return [outputs[i] for i in range(len(items))]
+
+    async def submit(
+        self,
+        prompt: Prompt | SequenceOf[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Continue one prompt, or with `chat` one conversation. A task that is cancelled gives its request up.
+
+        Raises RequestError, RequestFailed and EngineClosed.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def settle(result: Result) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        def sink(result: Result) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, result)
+
+        key = self._driver.add(PromptRequest(prompt, sampling_params, chat, priority), sink)
+        try:
+            result = await future
+        finally:
+            self._driver.abort([key])
+        if isinstance(result, RequestOutput):
+            return result
+        assert isinstance(result, Exception)
+        raise result
+
+    # Lines, of a job
+
+    @property
+    def model_name(self) -> str:
+        return next(peer.info.model_name for peer in self._driver.peers() if peer.info is not None)
+
+    @property
+    def room(self) -> int:
+        """Most requests that should be handed over and not answered; it changes as replicas come and go."""
+        return self._driver.room
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sum over the replicas, as of a second or two ago."""
+        return self._driver.stats()
+
+    def add(self, key: str, request: LineRequest) -> None:
+        """Send a line; what is wrong with it is its result. Raises EngineClosed."""
+        self._keys[key] = self._driver.add(request, partial(self._outbox.put, key))
+
+    def take(self, timeout: float) -> list[tuple[str, Response]]:
+        """The answers that are here; waits for the first, but no longer than `timeout` seconds."""
+        answers = []
+        for key, result in self._outbox.take(timeout):
+            self._keys.pop(key, None)
+            answers.append((key, _response(result)))
+        return answers
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Forget these lines, and their answers."""
+        keys = set(keys)
+        self._driver.abort([self._keys.pop(key) for key in keys if key in self._keys])
+        self._outbox.drop(keys)
+
+    # The cluster
+
+    def status(self) -> list[ReplicaStatus]:
+        """How every replica stands, by number."""
+        return [_status(peer) for peer in self._driver.peers()]
+
+    def scale(self, replicas: int) -> None:
+        """Have so many replicas: starts more, without waiting until they are warm, or ends those of highest number."""
+        if replicas < 1:
+            raise RequestError(f"a cluster has at least one replica, not {replicas}: end it by stop()")
+        peers = [peer for peer in self._driver.peers() if peer.state != "lost"]
+        for peer in peers[replicas:]:
+            self._watcher.skip(peer.index)
+            self._driver.dismiss(peer.index)
+            end_replica(self._namespace, peer.index)
+        missing = replicas - len(peers)
+        if missing > 0:
+            config = next(peer.info.config for peer in peers if peer.info is not None)  # threads and memory: of one
+            there = {peer.index for peer in peers}
+            free = [index for index in range(replicas + len(peers)) if index not in there]
+            self._add_replicas(config, free[:missing], 15.0)
+
+    def stop(self) -> None:
+        """End every replica, whoever started it, and Ray where we did."""
+        if self._close.detach() is not None:
+            _let_go(self._watcher, self._driver, self._home, self._namespace)
+
+    def close(self) -> None:
+        """Let go of the cluster; one that is not detached ends. It may be called again."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _wait_for_one(self, name: str) -> None:
+        if not self._watcher.look():
+            raise ConfigError(f"no cluster {name!r} is there: start it by `paged launch --name {name}`")
+        self._driver.wait(1)
+
+    def _add_replicas(self, config: EngineConfig, indices: SequenceOf[int], placement_timeout: float) -> None:
+        config, need = placement.resolve(config, len(indices), placement.node_cpus())
+        names = [f"{PREFIX}{index}" for index in indices]
+        placed = placement.place([need] * len(names), placement_timeout, names, self._detached)
+        actor = actor_class(self._replica)
+        for index, name, one in zip(indices, names, placed, strict=True):
+            handle = actor.options(
+                name=name,
+                namespace=self._namespace,
+                lifetime="detached" if self._detached else None,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=CALLS,
+                **placement.options(one, 0),
+            ).remote(config)
+            self._driver.found(index, RayLink(handle))
+
+
+class _Outbox:
+    """Results that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self._filled = threading.Condition()
+        self._results: list[tuple[str, Result]] = []
+
+    def put(self, key: str, result: Result) -> None:
+        with self._filled:
+            self._results.append((key, result))
+            self._filled.notify()
+
+    def take(self, timeout: float) -> list[tuple[str, Result]]:
+        with self._filled:
+            self._filled.wait_for(lambda: self._results, timeout)
+            results, self._results = self._results, []
+            return results
+
+    def drop(self, keys: set[str]) -> None:
+        with self._filled:
+            self._results = [one for one in self._results if one[0] not in keys]
+
+
+def _let_go(watcher: Watcher, driver: Driver, home: placement.Home, namespace: str | None) -> None:
+    """End what belongs to a Cluster here; with a namespace the replicas in it too, and Ray where it is ours."""
+    import ray
+
+    watcher.end()
+    driver.close()
+    if not ray.is_initialized():
+        return
+    if namespace is None:
+        home.leave()
+        return
+    with suppress(Exception):  # of a Ray that is gone nothing is left
+        for index in indices_of(namespace):
+            end_replica(namespace, index)
+    home.end()
+
+
+def _status(peer: Peer) -> ReplicaStatus:
+    status = ReplicaStatus(peer.index, peer.state, restarts(peer.link))
+    if peer.state == "warm" and peer.info is not None:
+        info, stats = peer.info, EngineStats() if peer.report is None else peer.report.stats
+        status = replace(status, node=info.node, pid=info.pid, threads=info.threads, output_tokens=stats.output_tokens)
+        status = replace(status, running=stats.running, waiting=stats.waiting)
+        status = replace(status, used_pages=stats.used_pages, total_pages=stats.total_pages)
+    return status
+
+
+def _output(result: Result, number: str) -> RequestOutput:
+    """What `generate` gives for a prompt; it raises what there is instead of an output."""
+    if isinstance(result, RequestOutput):
+        return replace(result, request_id=number)
+    assert isinstance(result, (RequestError, RequestFailed))
+    if isinstance(result, RequestError):
+        raise RequestError(f"prompt {number}: {result}", result.param)
+    raise RequestFailed(f"prompt {number}: {result}") from result.__cause__
+
+
+def _response(result: Result) -> Response:
+    if isinstance(result, Response):
+        return result
+    return Response("cluster_lost", None, str(result))
