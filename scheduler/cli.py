@@ -211,6 +211,56 @@ def plan_command(
     plan_cli.run(config, trace, output, ttft_p99, itl_p99, max_replicas, cost, save_cost)
 
 
+_Name = Annotated[str, typer.Option("--name", help="of the cluster")]
+_Address = Annotated[str | None, typer.Option("--address", metavar="HOST:PORT", help="of the head of a running Ray")]
+
+
+@app.command()
+@with_settings
+def launch(
+    *,
+    config: EngineConfig,
+    replicas: Annotated[int, typer.Option(min=1, help="engines, each with the whole model")] = 1,
+    name: _Name = "default",
+    address: _Address = None,
+    detach: Annotated[bool, typer.Option("--detach", help="leave it running, until `paged stop`")] = False,
+) -> None:
+    """Start a Ray cluster of replicas, or join one; wait until they are warm, and stay. Settings are of one replica."""
+    from scheduler import cluster_cli
+
+    if code := cluster_cli.launch(config, replicas, name, address, detach):
+        raise typer.Exit(code)
+
+
+@app.command()
+def status(*, name: _Name = "default", address: _Address = None) -> None:
+    """The replicas of a cluster, and how they stand."""
+    from scheduler import cluster_cli
+
+    cluster_cli.status(name, address)
+
+
+@app.command()
+def scale(
+    replicas: Annotated[int, typer.Argument(min=1, help="how many there are to be")],
+    *,
+    name: _Name = "default",
+    address: _Address = None,
+) -> None:
+    """Start more replicas of a cluster that runs, or end some."""
+    from scheduler import cluster_cli
+
+    cluster_cli.scale(replicas, name, address)
+
+
+@app.command()
+def stop(*, name: _Name = "default", address: _Address = None) -> None:
+    """End a cluster: its replicas, and Ray where `paged launch` started it."""
+    from scheduler import cluster_cli
+
+    cluster_cli.stop(name, address)
+
+
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
