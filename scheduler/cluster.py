@@ -164,11 +164,7 @@ class Cluster:
             home.head = state.pid
         made = cls(home, name, detached=True)
         try:
-            if not made._watcher.look() and wait:
-                raise ClusterError(f"no replica of cluster {name} is there, at {home.address}")
-            if wait:
-                made._driver.wait(1)
-                made._compare()
+            made._find(name, wait)
         except BaseException:
             made.close()
             raise
@@ -285,6 +281,11 @@ class Cluster:
         """How every replica stands, by number."""
         return [_status(peer) for peer in self._driver.peers()]
 
+    @property
+    def num_replicas(self) -> int:
+        """How many there are, warm or not."""
+        return self._watcher.look()
+
     def scale(self, replicas: int) -> None:
         """Have so many replicas: starts more, without waiting until they are warm, or ends those of highest number."""
         if replicas < 1:
@@ -316,6 +317,15 @@ class Cluster:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _find(self, name: str, wait: bool) -> None:
+        there = self._watcher.look()
+        if not wait:
+            return
+        if not there:
+            raise ClusterError(f"no replica of cluster {name} is there, at {self.address}")
+        self._driver.wait(1)
+        self._compare()
 
     def _compare(self) -> None:
         """Say which packages of replicas are not those of this process."""

@@ -1,4 +1,4 @@
-"""`paged launch`, `status`, `scale` and `stop`: clusters on the command line. Tables go to stdout, all else to stderr."""
+"""`paged launch`, `status`, `scale` and `stop`: clusters on the command line. Tables go to stdout."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def stop(name: str, address: str | None) -> int:
         _say(f"cluster {name} is stopped, and process {state.pid}, which launched it, has ended")
         return 0
     with Cluster.connect(name, address, wait=False) as cluster:
-        ended = len(cluster.status())
+        ended = cluster.num_replicas
         cluster.stop()
     what = "Ray" if state is not None and state.head else "not Ray, which was there before"
     _say(f"cluster {name} is stopped: {ended} replicas have ended, {what}")

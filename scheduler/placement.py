@@ -296,7 +296,7 @@ def _no_room(placed: list[Placement], missing: list[Placement], timeout: float) 
 def _free_per_node() -> dict[str, dict[str, float]]:
     from ray._private.state import available_resources_per_node
 
-    return dict(available_resources_per_node())  # type: ignore[no-untyped-call]
+    return dict(available_resources_per_node())
 
 
 def _amount(name: str, value: float) -> str:

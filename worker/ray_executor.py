@@ -109,7 +109,7 @@ class RayExecutor(ParallelExecutor):
         try:
             ray.get([actor.ready.remote() for actor in self._actors], timeout=PLACING)
         except ray.exceptions.GetTimeoutError:
-            resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            resources: dict[str, float] = ray.available_resources()
             free = ", ".join(f"{value:g} {name}" for name, value in sorted(resources.items()))
             raise ConfigError(
                 f"Ray has not started {len(self._actors)} workers here in {PLACING:g} seconds; free in all of it: "
