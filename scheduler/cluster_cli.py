@@ -71,7 +71,7 @@ def stop(name: str, address: str | None) -> int:
         ended = cluster.num_replicas
         cluster.stop()
     what = "Ray" if state is not None and state.head else "not Ray, which was there before"
-    _say(f"cluster {name} is stopped: {ended} replicas have ended, {what}")
+    _say(f"cluster {name} is stopped: {ended} {'replica has' if ended == 1 else 'replicas have'} ended, {what}")
     return 0
 
 

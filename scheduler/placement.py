@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from paged.errors import ClusterError, ConfigError
@@ -83,6 +84,7 @@ class Home:
         self.leave()
         if self.head is not None:
             end_head(self.head)
+            _log(self.address).unlink(missing_ok=True)
             self.head = None
 
 
@@ -320,7 +322,7 @@ def _start_head() -> tuple[int, str]:
         subprocess.run(
             [*RAY, "get-auth-token", "--generate"], capture_output=True, check=True
         )  # or finds the one there
-    log = folder() / f"ray-{port}.log"
+    address, log = f"{LOOPBACK}:{port}", _log(f"{LOOPBACK}:{port}")
     command = [*RAY, "start", "--head", "--block", f"--port={port}"]
     command += [f"--node-ip-address={LOOPBACK}", "--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--num-cpus={node_cpus()}", f"--object-store-memory={OBJECTS}"]
@@ -333,13 +335,18 @@ def _start_head() -> tuple[int, str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    address, end = f"{LOOPBACK}:{port}", time.monotonic() + STARTING
+    end = time.monotonic() + STARTING
     while "Ray runtime started" not in log.read_text(errors="replace"):
         if process.poll() is not None or time.monotonic() > end:
             end_head(process.pid)
             raise ClusterError(f"Ray could not be started: {' '.join(log.read_text(errors='replace').split())[-400:]}")
         time.sleep(0.1)
     return process.pid, address
+
+
+def _log(address: str) -> Path:
+    """What the head that we started there has said."""
+    return folder() / f"ray-{address.rpartition(':')[2]}.log"
 
 
 def end_head(pid: int) -> None:
