@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -44,8 +45,9 @@ class Spec:
 class RayWorker:
     """A worker other than rank 0, in its own process."""
 
-    def ready(self) -> None:
-        """Returns once the worker has a place."""
+    def pid(self) -> int:
+        """The number of its process, once there is a place for it."""
+        return os.getpid()
 
     def run(self, spec: Spec, folder: str) -> None:
         """Load a shard, and follow rank 0 until it ends."""
@@ -67,7 +69,8 @@ class RayExecutor(ParallelExecutor):
 
     Arguments as of `load_runner`, but `layout` is the whole model's, and `threads` each worker's. Inside of a placement
     group a worker takes the bundle of its rank; else it comes to this machine, in a Ray of our own where there is none
-    yet. Raises ConfigError where the model cannot be divided so, or Ray has no place for a worker; CheckpointError.
+    yet. pids: processes of the ranks from 1 on. Raises ConfigError where the model cannot be divided so, or Ray has no
+    place for a worker; CheckpointError; WorkerLost if one ends while it loads.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class RayExecutor(ParallelExecutor):
             ]
             with listen(folder / "leader", size) as listener:
                 self._actors = [ray.remote(RayWorker).options(**option).remote() for option in options]
-                self._wait_for_places()
+                self.pids = self._placed()
                 self._runs = [
                     actor.run.remote(spec, str(folder)) for actor, spec in zip(self._actors, specs[1:], strict=True)
                 ]
@@ -105,9 +108,9 @@ class RayExecutor(ParallelExecutor):
         super().close()
         self._end(_ENDING)
 
-    def _wait_for_places(self) -> None:
+    def _placed(self) -> list[int]:
         try:
-            ray.get([actor.ready.remote() for actor in self._actors], timeout=PLACING)
+            found: list[int] = ray.get([actor.pid.remote() for actor in self._actors], timeout=PLACING)
         except ray.exceptions.GetTimeoutError:
             resources: dict[str, float] = ray.available_resources()
             free = ", ".join(f"{value:g} {name}" for name, value in sorted(resources.items()))
@@ -115,6 +118,7 @@ class RayExecutor(ParallelExecutor):
                 f"Ray has not started {len(self._actors)} workers here in {PLACING:g} seconds; free in all of it: "
                 f"{free}: lower tensor_parallel_size or threads, or give Ray more"
             ) from None
+        return found
 
     def _blame(self) -> str:
         """What of the workers that have ended is known, once the first has."""
