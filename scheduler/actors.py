@@ -112,7 +112,7 @@ class Watcher:
         for index in indices:
             if index not in known and time.monotonic() > self._skipped.get(index, 0.0):
                 with suppress(ValueError):  # it has ended meanwhile
-                    actor = ray.getactor_class(f"{PREFIX}{index}", self._namespace)
+                    actor = ray.get_actor(f"{PREFIX}{index}", self._namespace)
                     self._driver.found(index, RayLink(actor))
         return len(indices)
 
@@ -142,7 +142,7 @@ def end_replica(namespace: str, index: int) -> None:
     import ray
 
     with suppress(ValueError):  # it has ended already
-        ray.kill(ray.getactor_class(f"{PREFIX}{index}", namespace))
+        ray.kill(ray.get_actor(f"{PREFIX}{index}", namespace))
 
 
 def restarts(link: Link) -> int | None:

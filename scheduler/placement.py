@@ -34,7 +34,7 @@ class Home:
         import ray
 
         if self.ours:
-            ray.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
 
     def leave(self) -> None:
         self.end()
