@@ -165,6 +165,7 @@ def info(*, config: EngineConfig) -> None:
         ("device", it.device),
         ("dtype", f"{it.dtype} ({it.dtype_reason})"),
         ("attention backend", f"{it.backend} ({it.backend_reason})"),
+        *([("workers", f"{it.tensor_parallel_size}")] if it.tensor_parallel_size > 1 else []),
         ("threads", f"{it.threads} ({it.threads_reason})"),
         ("model", f"{it.model_name} ({'here' if is_here(config.model) else 'not here yet: fetched on first use'})"),
         ("page size", f"{it.page_size} tokens"),

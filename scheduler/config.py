@@ -35,7 +35,8 @@ class EngineConfig:
     max_num_seqs: int = _setting(64, "most sequences in a step")
     max_num_batched_tokens: int | None = _setting(None, "token budget of a step [512 on CPU, 4096 on CUDA]")
     enable_prefix_caching: bool = _setting(True, "find the pages of equal prefixes again")
-    threads: int | None = _setting(None, "CPU threads [what the cgroup and the affinity allow]")
+    tensor_parallel_size: int = _setting(1, "workers that divide the model's heads among them, on one machine")
+    threads: int | None = _setting(None, "CPU threads a worker [what the cgroup and the affinity allow, divided]")
     device: str = _setting("auto", "auto, cpu or cuda")
     attention_backend: str = _setting("auto", "auto, native, sdpa or reference")
     admission: str = _setting("optimistic", "optimistic, or guaranteed: nobody ever gives way for want of pages")
@@ -82,9 +83,10 @@ class EngineConfig:
             raise ConfigError(
                 f"threads is {self.threads:,}, and at most {MOST_THREADS:,} make sense: the CPUs there are"
             )
-        for name in ("page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
+        counts = "page_size", "max_model_len", "max_num_batched_tokens", "threads"
+        for name in ("max_num_seqs", "tensor_parallel_size", *counts):
             value = getattr(self, name)
-            if value is None and name != "max_num_seqs":
+            if value is None and name in counts:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")

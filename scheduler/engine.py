@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import signal
-import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestOut
 from scheduler.request import Family, Request, Sequence, State, TextSink
 from scheduler.scheduler import Scheduler
 from scheduler.text import TextStream, Tokenizer
-from worker.executor import Executor
+from worker.executor import Executor, uninterrupted
 from worker.step import Logprobs, SamplingParams, check_min_tokens
 
 
@@ -186,7 +183,7 @@ class Engine:
         self.failed = ()
         scheduler.manager.expire(time.monotonic())
         try:
-            with _uninterrupted():
+            with uninterrupted():
                 began = clock()
                 step = scheduler.schedule()
                 metrics.admitted(scheduler.admitted)
@@ -194,7 +191,7 @@ class Engine:
                 scheduled = clock()
                 self.executor.submit(step)
                 result = self.executor.result()
-                with _uninterrupted():
+                with uninterrupted():
                     executed = clock()
                     scheduler.took(executed - scheduled)
                     changed = scheduler.update(result)
@@ -208,7 +205,7 @@ class Engine:
                     spent = scheduled - began, executed - scheduled, updated - executed, clock() - updated
                     metrics.step(*spent, step.num_tokens)
         except BaseException:
-            with _uninterrupted():
+            with uninterrupted():
                 self.failed = tuple(scheduler.fail())
             raise
         if scheduler.faults:
@@ -224,7 +221,7 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, at any moment; its last output. None if it is not known or has ended already."""
-        with _uninterrupted():
+        with uninterrupted():
             family = self.scheduler.abort(request_id)
             if family is None:
                 return None
@@ -371,19 +368,3 @@ def _check_salt(cache_salt: object) -> None:
 def _greedy(beams: BeamSearchParams) -> SamplingParams:
     """What of a beam search concerns its worker and its text."""
     return SamplingParams(temperature=0, max_tokens=beams.max_tokens, ignore_eos=beams.ignore_eos)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, where half a change would be left. Only the main thread ever gets it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-        if caught:
-            signal.raise_signal(signal.SIGINT)

@@ -13,8 +13,9 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -31,8 +32,12 @@ from scheduler.text import Tokenizer, prompt_salt, prompt_tokens
 from worker.checkpoints import peek, resolve
 from worker.device import pick_backend, pick_device, pick_dtype, pick_threads
 from worker.model_config import ModelConfig
+from worker.parallel import shards
 from worker.step import SamplingParams
 from worker.tensors import num_parameters
+
+if TYPE_CHECKING:
+    from worker.executor import Executor
 
 # Text, token ids, or vLLM's dicts {"prompt": text} and {"prompt_token_ids": ids}, which may hold a "cache_salt" too.
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, Any]
@@ -55,9 +60,10 @@ class Plan:
     model_known: bool
     page_size: int
     max_num_batched_tokens: int
-    weight_bytes: int  # of the model; 0 where it is not known
-    kv_bytes: int  # that kv_memory allows
-    layout: KVLayout | None = None
+    weight_bytes: int  # of all workers that share this memory; 0 where the model is not known
+    kv_bytes: int  # that kv_memory allows, of one worker
+    tensor_parallel_size: int = 1
+    layout: KVLayout | None = None  # of one worker: of the one with the most KV heads
     num_pages: int | None = None  # the null page counted
     max_model_len: int | None = None
     limits: Limits | None = None
@@ -65,13 +71,14 @@ class Plan:
     @property
     def sizing(self) -> str:
         """In one line, what the pool is and what fits into it."""
-        layout, limits = self.layout, self.limits
+        layout, limits, workers = self.layout, self.limits, self.tensor_parallel_size
         if layout is None or limits is None:
             return "pages are not known before the model is here"
         fit = limits.num_pages // limits.pages(limits.max_model_len)
         longest = "" if fit else f", the longest that fits has {limits.longest_prompt:,}"
         return (
-            f"{limits.num_pages:,} pages and the null page ({(limits.num_pages + 1) * layout.bytes_per_page:,} bytes), "
+            f"{limits.num_pages:,} pages and the null page ({(limits.num_pages + 1) * layout.bytes_per_page:,} bytes"
+            f"{f' at each of {workers} workers' if workers > 1 else ''}), "
             f"{limits.num_pages * layout.bytes_per_page // layout.bytes_per_token:,} tokens; "
             f"sequences of max_model_len {limits.max_model_len:,} that fit at once: {fit:,}{longest}"
         )
@@ -81,12 +88,19 @@ def plan(config: EngineConfig, model: ModelConfig | None = None, *, runs_here: b
     """Resolve `config` against this machine and the model, as far as it is known. Downloads and loads nothing.
 
     runs_here: whether this machine has to have the memory; else kv_memory in bytes is taken as it is.
+    Of several workers each has as many pages as the one whose pages are the largest. Bytes of kv_memory are of each; a
+    share is of all together where they share a memory, as on a CPU.
     Raises ConfigError for what cannot work here.
     """
     model = model or peek(config.model)
     device = pick_device(config.device)
     dtype, dtype_reason = pick_dtype(config.dtype, device)
+    workers = config.tensor_parallel_size
+    if workers > 1 and find_spec("ray") is None:
+        raise ConfigError("tensor_parallel_size above 1 needs Ray: pip install 'paged-kv[ray]'")
     threads, threads_reason = pick_threads(config.threads)
+    if workers > 1 and config.threads is None:
+        threads, threads_reason = max(1, threads // workers), f"{threads_reason}, for {workers} workers"
     page_size = config.page_size or (64 if device == "cuda" else 16)
     backend, reason = pick_backend(config.attention_backend, config.quantization, device)
     if config.deterministic and backend != "native":
@@ -94,14 +108,21 @@ def plan(config: EngineConfig, model: ModelConfig | None = None, *, runs_here: b
             f"deterministic needs the native kernels, as only their rows keep their bits in any batch, and the backend "
             f"is {backend} ({reason}): leave deterministic out, or attention_backend and device at auto"
         )
-    weights = 0 if model is None else _weight_bytes(model, dtype, config.quantization, backend == "native")
+    parts = [] if model is None else [shard.config(model) for shard in shards(model, workers)]
+    each = [
+        _weight_bytes(part, dtype, config.quantization, backend == "native", head=not rank)
+        for rank, part in enumerate(parts)
+    ]
+    sharing = 1 if device == "cuda" else workers  # a memory
+    weights = max(each, default=0) if sharing == 1 else sum(each)
     wanted = parse_memory(config.kv_memory)
     memory = cuda_memory() if device == "cuda" else host_memory()
-    kv_bytes = pool_bytes(wanted, memory if runs_here or isinstance(wanted, float) else None, weights)
+    wanted = wanted if isinstance(wanted, float) else wanted * sharing
+    kv_bytes = pool_bytes(wanted, memory if runs_here or isinstance(wanted, float) else None, weights) // sharing
     budget = config.max_num_batched_tokens or (4096 if device == "cuda" else 512)
     known: dict[str, Any] = {}
     if model is not None:
-        layout = kv_layout(model, dtype, page_size)
+        layout = kv_layout(max(parts, key=lambda part: part.num_kv_heads), dtype, page_size)
         max_model_len = config.max_model_len or model.default_max_model_len
         if max_model_len > model.max_model_len:
             raise ConfigError(
@@ -139,6 +160,7 @@ def plan(config: EngineConfig, model: ModelConfig | None = None, *, runs_here: b
         max_num_batched_tokens=budget,
         weight_bytes=weights,
         kv_bytes=kv_bytes,
+        tensor_parallel_size=workers,
         **known,
     )
 
@@ -154,16 +176,19 @@ def rules(config: EngineConfig) -> Rules:
     )
 
 
-def _weight_bytes(model: ModelConfig, dtype: str, quantization: str | None, native: bool) -> int:
-    """What the weights take. Native kernels have the head packed, beside the embedding that it may be tied to."""
+def _weight_bytes(model: ModelConfig, dtype: str, quantization: str | None, native: bool, head: bool = True) -> int:
+    """What the weights take. Native kernels have the head packed, beside the embedding that it may be tied to.
+
+    model: may be a shard's; head: whether it is there.
+    """
     embedding = model.vocab_size * model.hidden_size
-    parameters = num_parameters(model)
-    rest = parameters - embedding * (1 if model.tie_word_embeddings else 2)
+    apart = not model.tie_word_embeddings
+    rest = num_parameters(model) - embedding * (1 + apart)
     size = DTYPE_BYTES[dtype]
     if not native:
-        return parameters * size
-    matrices, head = (_QUANTIZED_BYTES[quantization], _QUANTIZED_BYTES["int8"]) if quantization else (size, size)
-    return int(rest * matrices + embedding * (size + head))
+        return (rest + embedding * (1 + (apart and head))) * size
+    matrices, heads = (_QUANTIZED_BYTES[quantization], _QUANTIZED_BYTES["int8"]) if quantization else (size, size)
+    return int(rest * matrices + embedding * (size + (heads if head else 0)))
 
 
 def kv_layout(model: ModelConfig, dtype: str, page_size: int) -> KVLayout:
@@ -197,22 +222,8 @@ class LLM:
         assert layout is not None
         assert limits is not None
 
-        from worker.loading import load_executor  # imports torch: 1.2 s
-
-        executor = load_executor(
-            checkpoint.path,
-            checkpoint.config,
-            layout,
-            num_pages=limits.num_pages + 1,
-            max_model_len=limits.max_model_len,
-            positions=min(limits.max_model_len, limits.longest_prompt + 1),
-            device=self.plan.device,
-            backend=self.plan.backend,
-            quantization=config.quantization,
-            threads=self.plan.threads,
-        )
         self.engine = Engine(
-            executor,
+            self._executor(layout, limits),
             self.tokenizer,
             limits,
             vocab_size=checkpoint.config.vocab_size,
@@ -223,6 +234,26 @@ class LLM:
         )
         self._ids = itertools.count()
         self._mail: dict[str, list[RequestOutput]] = {}
+
+    def _executor(self, layout: KVLayout, limits: Limits) -> Executor:
+        """What runs the model; layout: of its largest worker."""
+        settings: dict[str, Any] = {
+            "num_pages": limits.num_pages + 1,
+            "max_model_len": limits.max_model_len,
+            "positions": min(limits.max_model_len, limits.longest_prompt + 1),
+            "device": self.plan.device,
+            "backend": self.plan.backend,
+            "quantization": self.config.quantization,
+            "threads": self.plan.threads,
+        }
+        size = self.config.tensor_parallel_size
+        if size > 1:
+            from worker.ray_executor import RayExecutor
+
+            return RayExecutor(self._path, self.model_config, layout, size, **settings)
+        from worker.loading import load_executor  # imports torch: 1.2 s
+
+        return load_executor(self._path, self.model_config, layout, **settings)
 
     def generate(
         self,

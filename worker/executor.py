@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paged.errors import PagedError
 from worker.step import Step, StepResult
 
 if TYPE_CHECKING:
     from worker.runner import Model, ModelRunner  # torch, which the scheduler's side of this seam does without
+
+
+class WorkerLost(PagedError):
+    """A worker ended, hangs, or is out of step with the others. This executor, and its engine, are of no more use."""
 
 
 class Executor(Protocol):
@@ -23,7 +31,10 @@ class Executor(Protocol):
         """Begin a step. At most one may be under way; a restart takes the place of one that was given up."""
 
     def result(self) -> StepResult:
-        """Wait for the step under way. Raises whatever the worker raised."""
+        """Wait for the step under way. Raises whatever the worker raised.
+
+        After WorkerLost every further call but `close` raises it again.
+        """
 
     def update_weights(self, path: Path, replaced: Mapping[str, Any]) -> None:
         """Take the weights of the checkpoint in the folder `path`, with the tensors `replaced` by name, from now on.
@@ -74,3 +85,19 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._runner = self._step = None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, where half a change would be left. Only the main thread ever gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)

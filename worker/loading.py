@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paged.attention import PagedAttention, cpu, reference, sdpa
 from paged.kernels import Team
@@ -17,8 +18,9 @@ from worker.model_config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.native_model import NativeModel
 from worker.packing import pack_weights, packed_weights
+from worker.parallel import Shard
 from worker.runner import Model, ModelRunner
-from worker.weights import load_weights, replace_weights
+from worker.weights import cut_weights, load_weights, replace_weights
 
 ATTENTION: dict[str, PagedAttention] = {
     "reference": reference.paged_attention,
@@ -27,7 +29,15 @@ ATTENTION: dict[str, PagedAttention] = {
 }
 
 
-def load_executor(
+Load = Callable[[Path, Mapping[str, Any]], Model]  # of a folder, and tensors by name in place of its own
+
+
+def load_executor(path: Path, config: ModelConfig, layout: KVLayout, **settings: Any) -> LocalExecutor:
+    """A worker in this process for a whole model. Arguments as of `load_runner`."""
+    return LocalExecutor(*load_runner(path, config, layout, **settings))
+
+
+def load_runner(
     path: Path,
     config: ModelConfig,
     layout: KVLayout,
@@ -39,29 +49,36 @@ def load_executor(
     backend: str = "sdpa",
     quantization: str | None = None,
     threads: int | None = None,
-) -> LocalExecutor:
-    """A worker in this process for the checkpoint in the folder `path`, computing in the layout's dtype.
+    shard: Shard | None = None,
+    total: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[ModelRunner, Load]:
+    """A runner for the checkpoint in the folder `path`, computing in the layout's dtype; and what loads other weights.
 
     positions: that a sequence can reach in so many pages, None is max_model_len.
     num_pages counts the null page; threads is for the whole process, None leaves it. With the backend `native` the
-    whole model runs on the native kernels, in a quantization if one is given. Raises CheckpointError.
+    whole model runs on the native kernels, in a quantization if one is given. With a shard only that part of the model
+    is here; `config` is the whole model's, `layout` the shard's, and `total` sums over all shards. Raises
+    CheckpointError.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     pool = KVPool(layout, num_pages, device)
     dtype = getattr(torch, layout.dtype)
     team = Team(torch.get_num_threads(), len(layout.windows)) if backend == "native" else None
+    own = config if shard is None else shard.config(config)
+
+    def native(parts: dict[str, Tensor], team: Team) -> NativeModel:
+        return NativeModel(own, parts, pool, max_model_len, team, quantization, positions, total)
 
     def load(folder: Path, replaced: Mapping[str, Any]) -> Model:
         if team is not None and not replaced:
-            parts = packed_weights(folder, config, dtype, quantization)
-            return NativeModel(config, parts, pool, max_model_len, team, quantization, positions)
+            return native(packed_weights(folder, config, dtype, quantization, shard), team)
         weights = load_weights(folder, config)
         replace_weights(weights, replaced, config)
+        if shard is not None:
+            cut_weights(weights, config, shard)
         if team is not None:
-            parts = dict(pack_weights(weights, config, dtype, quantization))
-            return NativeModel(config, parts, pool, max_model_len, team, quantization, positions)
-        return Decoder(config, weights, max_model_len, dtype, torch.device(device), positions)
+            return native(dict(pack_weights(weights, own, dtype, quantization)), team)
+        return Decoder(own, weights, max_model_len, dtype, torch.device(device), positions, total)
 
-    runner = ModelRunner(load(path, {}), pool, ATTENTION[backend])
-    return LocalExecutor(runner, load)
+    return ModelRunner(load(path, {}), pool, ATTENTION[backend]), load

@@ -6,11 +6,14 @@ Every family is the same list with other parameters; worker/models/decoder.py de
     each layer   (normed ->) qkv -> rotate, write K and V -> attention -> out (-> norm), added to the hidden state
                  (normed ->) gate and up -> gated -> down (-> norm), added to the hidden state
     gather the rows that sample -> normed -> head (-> soft cap) -> argmax
+
+Of a shard the list is cut behind `out` and `down`: there what all workers computed is summed, and then normed or added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -44,6 +47,8 @@ class NativeModel:
 
     parts: packed tensors by name, as worker/packing.py makes them. quantization: int8 or int4 of the matrices, None for
     the dtype of the embedding. positions: that a sequence can reach, None is max_model_len. Activations are float32.
+    total: where this is one shard of several, gives the sum of what all of them computed, float32 [tokens, hidden];
+    config and parts are the shard's, and only rank 0 has a head.
     """
 
     def __init__(
@@ -55,7 +60,9 @@ class NativeModel:
         team: Team,
         quantization: str | None = None,
         positions: int | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._total = total
         self._config, self._parts, self._pool, self._team = config, parts, pool, team
         own = str(parts["embedding"].dtype).removeprefix("torch.")
         self._format, self._head_format = quantization or own, head_format(own, quantization)
@@ -70,7 +77,8 @@ class NativeModel:
     def step(self, inputs: Inputs, seconds: dict[str, float] | None = None) -> tuple[Tensor, Tensor]:
         """Logits float32 [rows that sample, vocab], and the place of the greatest of each; good until the next step.
 
-        Writes K and V of every token. seconds: the time of each kind of operation is added to it.
+        Writes K and V of every token. seconds: the time of each kind of operation is added to it. Without a head both
+        are empty.
         """
         tokens, sampled = len(inputs.token_ids), len(inputs.sampled)
         if tokens > self._room[0] or sampled > self._room[1]:
@@ -78,18 +86,40 @@ class NativeModel:
         assert self._program is not None
         times = None if seconds is None else torch.zeros(len(self._program.operations), dtype=torch.float64)
         frame = Frame(inputs.token_ids, inputs.positions, inputs.metas, inputs.sampled)
-        self._program.run(frame, times)
+        if self._total is None:
+            self._program.run(frame, times)
+        else:
+            self._program.run(frame, times, lambda number: self._sum(number, tokens, seconds))
         if seconds is not None and times is not None:
-            for operation, time in zip(self._program.operations, times.tolist(), strict=True):
+            for operation, spent in zip(self._program.operations, times.tolist(), strict=True):
                 name = type(operation).__name__.lower()
-                seconds[name] = seconds.get(name, 0.0) + time
+                seconds[name] = seconds.get(name, 0.0) + spent
         return self._logits[:sampled], self._best[:sampled]
+
+    @property
+    def layer_bytes(self) -> int:
+        """What the weights of the layers take."""
+        return sum(part.nbytes for name, part in self._parts.items() if name not in ("embedding", "norm", "head"))
+
+    def _sum(self, number: int, tokens: int, seconds: dict[str, float] | None) -> None:
+        """What stands at a cut: the first rows of a buffer become the sum, or it is added to another."""
+        assert self._total is not None
+        began = time.perf_counter()
+        part, added_to = self._sums[number]
+        total = self._total(part[:tokens])
+        if added_to is None:
+            part[:tokens] = total
+        else:
+            added_to[:tokens] += total
+        if seconds is not None:
+            seconds["sum"] = seconds.get("sum", 0.0) + time.perf_counter() - began
 
     def _make_room(self, tokens: int, sampled: int) -> None:
         self._room = tokens, sampled
-        self._logits = torch.empty(sampled, self._config.vocab_size)
+        self._logits = torch.empty(sampled, self._config.vocab_size if "head" in self._parts else 0)
         self._best = torch.empty(sampled, dtype=torch.int64)
-        self._program = Program(self._operations(tokens, sampled), self._team)
+        self._cuts, self._sums = list[int](), list[tuple[Tensor, Tensor | None]]()
+        self._program = Program(self._operations(tokens, sampled), self._team, self._cuts)
 
     def _operations(self, tokens: int, sampled: int) -> list[Operation]:
         config, parts = self._config, self._parts
@@ -116,12 +146,16 @@ class NativeModel:
             weight, bias = parts.get(f"{i}.{norm}"), parts.get(f"{i}.{matrix}_bias")
             function, scale = config.activation if gated else None, config.residual_scale
             packed = self._matrix(i, matrix)
-            if weight is None:
+            if weight is None and self._total is None:
                 operations.append(Linear(source, packed, x, add=True, gated=function, bias=bias, scale=scale))
                 return
-            assert scale == 1.0
-            operations.append(Linear(source, packed, behind, gated=function, bias=bias))
-            operations.append(Norm(behind, weight, x, eps))
+            operations.append(Linear(source, packed, behind, gated=function, bias=bias, scale=scale))
+            if self._total is not None:
+                self._cuts.append(len(operations))
+                self._sums.append((behind, x if weight is None else None))
+            if weight is not None:
+                assert scale == 1.0
+                operations.append(Norm(behind, weight, x, eps))
 
         layers = zip(config.layer_windows, config.layer_ropes, self._pool.layout.places, strict=True)
         for i, (window, rope, (group, pair)) in enumerate(layers):
@@ -136,6 +170,8 @@ class NativeModel:
             add(attended, i, "out", "attention_norm")
             operations.append(into(x, i, "gate_up", gate_up, "mlp_norm"))
             add(gate_up, i, "down", "down_norm", gated=True)
+        if "head" not in parts:
+            return operations
         few = torch.empty(sampled, hidden)
         head, divisor = Matrix(parts["head"], self._head_format, config.vocab_size, hidden), config.logits_divisor
         operations += [

@@ -22,8 +22,9 @@ from worker.checkpoints import CacheError, cached, default_cache
 from worker.device import head_format
 from worker.kernels.native import pack
 from worker.model_config import ModelConfig
+from worker.parallel import Shard
 from worker.tensors import EMBEDDING, HEAD, MATRICES, NORM, NORMS, layer_parts
-from worker.weights import load_weights, take
+from worker.weights import cut_weights, load_weights, take
 
 VERSION = 3  # to be raised when what is packed changes
 ALIGNMENT = 64
@@ -31,16 +32,22 @@ FILE = "packed.bin"
 _LENGTH = 8  # bytes of the last number
 
 
-def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> dict[str, Tensor]:
-    """The packed tensors of the checkpoint in the folder `path`. Raises CheckpointError."""
+def packed_weights(
+    path: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, shard: Shard | None = None
+) -> dict[str, Tensor]:
+    """The packed tensors of the checkpoint in the folder `path`, or of a shard of it. Raises CheckpointError."""
 
     def packed() -> Iterator[tuple[str, Tensor]]:
-        return pack_weights(load_weights(path, config), config, dtype, quantization)
+        weights = load_weights(path, config)
+        if shard is not None:
+            cut_weights(weights, config, shard)
+        return pack_weights(weights, config if shard is None else shard.config(config), dtype, quantization)
 
     if path.parent != default_cache():
         return dict(packed())
     formats = "-".join([str(dtype).removeprefix("torch."), *([quantization] if quantization else [])])
-    key = f"{path.name}-{formats}-packed-v{VERSION}"
+    part = "" if shard is None else f"-{shard.rank}-of-{shard.size}"
+    key = f"{path.name}-{formats}{part}-packed-v{VERSION}"
     try:
         folder = cached(key, default_cache(), lambda work: _write(work / FILE, packed()))
         try:
@@ -57,14 +64,15 @@ def packed_weights(path: Path, config: ModelConfig, dtype: torch.dtype, quantiza
 def pack_weights(
     weights: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype, quantization: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a NativeModel by name. Takes the weights out of the dict, one by one.
+    """The tensors of a NativeModel by name. Takes the weights out of the dict, one by one. A shard may have no head.
 
     Matrices are quantised from what the checkpoint holds, not from that in `dtype`: GGUF's Q8_0 and Q4_0, which have
     the same groups of 32 as our int8 and int4, become exactly what they were.
     """
     own = str(dtype).removeprefix("torch.")
-    embedding, head = weights.pop(EMBEDDING), weights.pop(HEAD)
-    yield "head", pack(head, head_format(own, quantization)).packed
+    embedding, head = weights.pop(EMBEDDING), weights.pop(HEAD, None)
+    if head is not None:
+        yield "head", pack(head, head_format(own, quantization)).packed
     yield "embedding", embedding.to(dtype)
     yield "norm", weights.pop(NORM).float() + config.norm_offset
     for i in range(config.num_layers):

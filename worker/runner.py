@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,19 @@ from worker.step import Logprobs, Row, Step, StepResult
 Model = Decoder | NativeModel
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step that was begun. inputs: None if it has no rows."""
+
+    step: Step
+    states: list[SequenceState]  # of its rows
+    inputs: Inputs | None
+
+
 class ModelRunner:
-    """Runs steps, in order of their numbers, on one device."""
+    """Runs steps, in order of their numbers, on one device: `execute`, or one after another `begin`, `compute`, and
+    `finish`, or `learn` where another worker finishes it.
+    """
 
     def __init__(self, model: Model, pool: KVPool, attention: PagedAttention) -> None:
         self.model = model
@@ -34,6 +47,11 @@ class ModelRunner:
 
         What a step that raised has computed is worth nothing; the next one must be a restart.
         """
+        work = self.begin(step)
+        return self.finish(work, *self.compute(work))
+
+    def begin(self, step: Step) -> Work:
+        """Take in what a step says, before anything is computed. Raises as `execute`."""
         if step.restart:
             self._states.clear()
             self.pool.forget_seals()
@@ -43,11 +61,18 @@ class ModelRunner:
         for seq_id in step.finished:
             self._states.pop(seq_id, None)
         self.pool.apply(step.moves)
-        if not step.rows:
-            return StepResult(step.number, (), ())
         states = [self._state(row) for row in step.rows]
-        inputs = build_inputs(step.rows, states, self.pool.layout.page_size, self.pool.k[0].device)
-        logits, best = self._compute(inputs)
+        if not states:
+            return Work(step, states, None)
+        return Work(step, states, build_inputs(step.rows, states, self.pool.layout.page_size, self.pool.k[0].device))
+
+    def compute(self, work: Work) -> tuple[Tensor, Tensor | None]:
+        """Logits float32 [len(work.inputs.sampled), vocab], and where it comes with them the place of the greatest."""
+        return (torch.empty(0, 0), None) if work.inputs is None else self._compute(work.inputs)
+
+    def finish(self, work: Work, logits: Tensor, best: Tensor | None) -> StepResult:
+        """Sample, and bring the sequences up to it."""
+        step, states = work.step, work.states
         draws = [
             Draw(state, state.num_tokens + i, row.mask)
             for row, state in zip(step.rows, states, strict=True)
@@ -58,27 +83,36 @@ class ModelRunner:
         counts = [draw.state.reset.num_logprobs for draw in draws]
         wanted = any(count is not None for count in counts)
         entries = logprobs(logits[: len(draws)], tokens, counts) if wanted else []
-        return self._answer(step, states, tokens, entries, self._scores(step, states, logits[len(draws) :]))
+        result = self._answer(step, tokens, entries, self._scores(step, states, logits[len(draws) :]))
+        self.learn(work, result)
+        return result
+
+    def learn(self, work: Work, result: StepResult) -> None:
+        """Bring the sequences up to what was sampled, here or elsewhere."""
+        place, counts = 0, iter(result.counts)
+        for row, state in zip(work.step.rows, work.states, strict=True):
+            state.num_computed += row.num_tokens - len(row.drafts)
+            if row.samples:
+                count = next(counts, 1)
+                state.append(result.token_ids[place : place + count])
+                state.num_computed += count - 1
+                place += count
 
     def _answer(
         self,
         step: Step,
-        states: list[SequenceState],
         tokens: list[int],
         entries: list[Logprobs | None],
         scores: tuple[tuple[int, tuple[Logprobs, ...]], ...],
     ) -> StepResult:
-        """Bring the sequences up to what was sampled, drafts up to the first that was not."""
+        """What counts of the tokens sampled at every place: of drafts those up to the first that was not."""
         seq_ids, counts, kept, place = list[int](), list[int](), list[int](), 0
-        for row, state in zip(step.rows, states, strict=True):
-            state.num_computed += row.num_tokens - len(row.drafts)
+        for row in step.rows:
             if not row.samples:
                 continue
             accepted = 0
             while accepted < len(row.drafts) and tokens[place + accepted] == row.drafts[accepted]:
                 accepted += 1
-            state.append(tokens[place : place + accepted + 1])
-            state.num_computed += accepted
             seq_ids.append(row.seq_id)
             counts.append(accepted + 1)
             kept += range(place, place + accepted + 1)
@@ -103,7 +137,6 @@ class ModelRunner:
         return tuple(result)
 
     def _compute(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Logits float32 [len(inputs.sampled), vocab], and where it comes with them the place of the greatest."""
         if isinstance(self.model, NativeModel):
             return self.model.step(inputs, self.seconds)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, inputs.metas, self.pool, self.attention)

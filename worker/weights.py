@@ -18,7 +18,8 @@ from torch import Tensor
 
 from paged.errors import CheckpointError
 from worker.model_config import ModelConfig
-from worker.tensors import EMBEDDING, HEAD, expected_tensors
+from worker.parallel import Shard
+from worker.tensors import EMBEDDING, HEAD, expected_tensors, layer_parts
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # others are quantised, and mean nothing without their scales
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints store what is computed from the config
@@ -77,6 +78,35 @@ def take(weights: dict[str, Tensor], *names: str) -> Tensor:
     """The weights of these names, taken out of the dict; several become one, their rows one after another."""
     parts = [weights.pop(name) for name in names]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def cut_weights(weights: dict[str, Tensor], config: ModelConfig, shard: Shard) -> None:
+    """Leave of the whole model's weights those of a shard, under the same names; `config` is the whole model's.
+
+    Parts of rows are views, parts of columns copies. What is added once to a sum of all workers, rank 0 adds.
+    """
+    query, key = (
+        slice(some.start * config.head_dim, some.stop * config.head_dim) for some in (shard.heads, shard.kv_heads)
+    )
+    inner = slice(shard.inner.start, shard.inner.stop)
+    rows, columns = {"qkv": (query, key, key), "gate_up": (inner, inner)}, {"out": query, "down": inner}
+    kv_size = config.num_kv_heads * config.head_dim
+    sizes = {"qkv": [config.num_heads * config.head_dim, kv_size, kv_size], "gate_up": [config.intermediate_size] * 2}
+    for part, names in layer_parts(config).items():
+        matrix = part.removesuffix("_bias")
+        for i, name in ((i, name) for i in range(config.num_layers) for name in names):
+            place = f"model.layers.{i}.{name}"
+            if matrix in rows and len(names) == 1:  # fused
+                several = zip(torch.split(weights[place], sizes[matrix]), rows[matrix], strict=True)
+                weights[place] = torch.cat([tensor[some] for tensor, some in several])
+            elif matrix in rows:
+                weights[place] = weights[place][rows[matrix][names.index(name)]]
+            elif part in columns:
+                weights[place] = weights[place][:, columns[part]].contiguous()
+            elif matrix in columns and shard.rank:
+                weights[place] = torch.zeros_like(weights[place])
+    if shard.rank:
+        del weights[HEAD]
 
 
 def _tie(weights: dict[str, Tensor]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,9 +76,12 @@ class _Rows(library.Operation):  # Gather and Argmax
 
 
 class Program:
-    """Operations, ready to be run by a team. Keeps every tensor that they point to."""
+    """Operations, ready to be run by a team. Keeps every tensor that they point to.
 
-    def __init__(self, operations: SequenceOf[Operation], team: library.Team) -> None:
+    cuts: numbers of operations, ascending, before which `run` calls something; the number of all means after the last.
+    """
+
+    def __init__(self, operations: SequenceOf[Operation], team: library.Team, cuts: SequenceOf[int] = ()) -> None:
         self.operations = tuple(operations)
         plans: dict[int, tuple[int | None, int, int]] = {}  # a group's sequences are cut into work once for all layers
         for it in operations:
@@ -86,10 +91,15 @@ class Program:
                 assert plans.setdefault(it.kv.group, shape) == shape
         self._team = team
         self._structures = [_structure(operation) for operation in operations]
-        self._pointers = library.pointers_to(self._structures)
+        self._pieces = [
+            (first, library.pointers_to(self._structures[first:end]))
+            for first, end in pairwise((0, *cuts, len(operations)))
+        ]
 
-    def run(self, frame: Frame, seconds: Tensor | None = None) -> None:
-        """Run all. seconds: float64 [operations], to which the time of each is added."""
+    def run(
+        self, frame: Frame, seconds: Tensor | None = None, at_cut: Callable[[int], None] = lambda number: None
+    ) -> None:
+        """Run all. seconds: float64 [operations], to which the time of each is added. at_cut: is given 0, 1, ..."""
         for rows in (frame.token_ids, frame.positions, frame.sampled):
             assert rows.dtype == torch.int64
             assert rows.is_contiguous()
@@ -107,7 +117,11 @@ class Program:
             sequences,
             slots,
         )
-        self._team.run(self._pointers, structure, seconds=None if seconds is None else seconds.data_ptr())
+        for number, (first, pointers) in enumerate(self._pieces):
+            if number:
+                at_cut(number - 1)
+            if len(pointers):
+                self._team.run(pointers, structure, seconds=None if seconds is None else seconds[first:].data_ptr())
         del kept  # until here
 
 

@@ -6,6 +6,7 @@ and up projections another, so that a layer is four matrix products. What a fami
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class Decoder:
 
     weights: tensors by their Hugging Face names, as `load_weights` returns them; they are taken out of the dict one by
     one, so that a matrix and what it is made of are not held at once for more than one layer. positions: that a
-    sequence can reach, None is max_model_len.
+    sequence can reach, None is max_model_len. total: where this is one shard of several, gives the sum of what all of
+    them computed, [tokens, hidden]; config and weights are the shard's, and only rank 0 has a head.
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         positions: int | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.config = config
-        embedding, head = weights.pop(EMBEDDING), weights.pop(HEAD)
+        self.config, self._total = config, total
+        embedding, head = weights.pop(EMBEDDING), weights.pop(HEAD, None)
         self.embedding = embedding.to(device, dtype)  # [vocab, hidden]
-        self.head = self.embedding if head is embedding else head.to(device, dtype)  # [vocab, hidden]
+        self.head = self.embedding if head is embedding else None if head is None else head.to(device, dtype)
 
         def taken(part: str, *names: str) -> Tensor:
             tensor = take(weights, *names).to(device, dtype)
@@ -112,16 +115,18 @@ class Decoder:
                 q, k = rotate(q, *angles[rope]), rotate(k, *angles[rope])
             pool.write(pair, k, v.view(-1, kv_heads, dim), metas[group].slots)
             attended = attention(q, pool.k[pair], pool.v[pair], metas[group], scale, window, soft_cap=soft_cap)
-            y = linear(attended.flatten(1), layer.out, layer.out_bias)
+            y = self._summed(linear(attended.flatten(1), layer.out, layer.out_bias))
             x = x + _norm(y, layer.attention_norm, eps) * config.residual_scale
             gate, up = linear(_norm(x, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             gate = silu(gate) if config.activation == "silu" else gelu(gate, approximate="tanh")
-            y = linear(gate * up, layer.down, layer.down_bias)
+            y = self._summed(linear(gate * up, layer.down, layer.down_bias))
             x = x + _norm(y, layer.down_norm, eps) * config.residual_scale
         return rms_norm(x, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> float32 [rows, vocab]."""
+        """hidden [rows, hidden] -> float32 [rows, vocab]; without a head [rows, 0]."""
+        if self.head is None:
+            return torch.empty(len(hidden), 0)
         logits, divisor, cap = (
             linear(hidden, self.head).float(),
             self.config.logits_divisor,
@@ -129,6 +134,15 @@ class Decoder:
         )
         logits = logits if divisor == 1 else logits / divisor
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    @property
+    def layer_bytes(self) -> int:
+        """What the weights of the layers take."""
+        tensors = (getattr(layer, part) for layer in self.layers for part in Layer.__slots__)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        return x if self._total is None else self._total(x)
 
     def _by_heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """x [tokens, n * head_dim], normed if it is to be, as [tokens, n, head_dim]."""
