@@ -31,13 +31,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import NoReturn, Self
 
 from paged.errors import PagedError, RequestError, RequestFailed, shown
 from scheduler.config import EngineConfig
 from scheduler.desk import AnyRequest, Desk, Result, failure
 from scheduler.llm import LLM
 from scheduler.outputs import EngineStats
+from worker.executor import WorkerLost
 
 SILENT = 30.0  # seconds without a take, after which a client is taken for dead
 MOST_FAILURES = 3  # steps that fail in a row
@@ -95,7 +96,10 @@ class Replica:
 
     def __init__(self, config: EngineConfig) -> None:
         began = time.monotonic()
-        llm = LLM.from_config(config)
+        try:
+            llm = LLM.from_config(config)
+        except WorkerLost as error:  # another try may go well
+            _end_process(error)
         self._start(llm, time.monotonic() - began, _end_process, time.monotonic)
 
     @classmethod
@@ -240,7 +244,7 @@ class Replica:
                 results = self._desk.step()
             except Exception as error:
                 failures += 1
-                if failures == MOST_FAILURES:
+                if failures == MOST_FAILURES or isinstance(error, WorkerLost):
                     raise
                 _log(f"a step failed, its requests go on: {error!r}")
                 continue
@@ -301,6 +305,6 @@ def _log(line: str) -> None:
     print(f"paged replica {os.getpid()}: {line}", file=sys.stderr, flush=True)
 
 
-def _end_process(error: BaseException) -> None:
+def _end_process(error: BaseException) -> NoReturn:
     _log(f"the engine is broken, this process ends: {error!r}")
     os._exit(BROKEN)
