@@ -278,10 +278,12 @@ def drawing(online: dict[int, dict[str, Figures]]) -> str:
     for i, (name, colour) in enumerate(colours.items()):
         parts.append(f'<rect x="{left + 140 * i}" y="272" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{left + 18 + 140 * i}" y="282">{name}</text>')
-    title = "Prompt tokens found in a cache; above each bar, tokens computed by the busiest of 8 replicas over the mean"
+    title = (
+        "Share of the prompt tokens that a cache had; above a bar: tokens computed, the most of a replica over the mean"
+    )
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="656" height="296" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18">{title}</text>{"".join(parts)}</svg>\n'
+        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18" font-size="11.5">{title}</text>{"".join(parts)}</svg>\n'
     )
 
 

@@ -52,6 +52,12 @@ def run(example: str, line_comes: Callable[[str], None] = lambda line: None) -> 
     return lines
 
 
+def test_the_code_in_the_docs_is_that_of_the_example() -> None:
+    text = (EXAMPLES.parent / "docs" / "routing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code in (EXAMPLES / "ray_data.py").read_text()
+
+
 def test_ray_data_answers_every_row_and_says_what_is_wrong_with_one() -> None:
     lines = [line for line in run("ray_data.py") if re.match(r"\d ", line)]
     assert len(lines) == 5
