@@ -281,9 +281,10 @@ def drawing(online: dict[int, dict[str, Figures]]) -> str:
     title = (
         "Share of the prompt tokens that a cache had; above a bar: tokens computed, the most of a replica over the mean"
     )
+    parts.append(f'<text x="8" y="18" font-size="11.5">{title}</text>')
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="656" height="296" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18" font-size="11.5">{title}</text>{"".join(parts)}</svg>\n'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
     )
 
 
