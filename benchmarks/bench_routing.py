@@ -41,9 +41,9 @@ from scheduler.routing import EPSILON, Router, Usage, digests
 from scheduler.simulate import Replica
 from scheduler.traces import Trace, TraceRequest, read_trace
 
-REPLICAS, PAGE, BLOCK, ROOM = 8, 256, 512, 256
+REPLICAS, PAGE, BLOCK, SEATS, ROOM = 8, 256, 512, 64, 256
 POOLS = (1_000, 3_000, 10_000)  # blocks of a replica
-EPSILONS = (0.1, 0.25, 0.5, 1.0, 2.0)
+EPSILONS = (0.25, 1.0)
 COST = CostModel(step=20e-3, token=50e-6)
 Figures = dict[str, Any]
 
@@ -72,7 +72,7 @@ class Routing:
     ) -> None:
         self.router, self.chains = Router(epsilon), chains
         for i in range(REPLICAS):
-            self.router.add(i, room, pool * BLOCK)
+            self.router.add(i, room, pool * BLOCK, SEATS)
 
     def pick(self, engines: list[Replica], free: list[int], number: int, request: TraceRequest) -> int:
         size, chain = request.prompt_tokens + request.output_tokens, self.chains[number]
@@ -100,8 +100,7 @@ def main() -> None:
     print(f"{len(chains):,} requests, {sum(r.prompt_tokens for r in trace.requests):,} tokens of prompts")
     online = {pool: compare(trace, pool, chains) for pool in pools}
     middle = pools[len(pools) // 2]
-    swept = EPSILONS[1:3] if args.quick else EPSILONS
-    epsilons = {epsilon: replay(trace, Routing(middle, chains, epsilon), middle) for epsilon in swept}
+    epsilons = {epsilon: replay(trace, Routing(middle, chains, epsilon), middle) for epsilon in EPSILONS}
     for epsilon, found in epsilons.items():
         show(f"EPSILON {epsilon}", found)
     job = {
@@ -124,7 +123,8 @@ def main() -> None:
         trace=trace.name,
         online=online,
         epsilons={str(epsilon): found for epsilon, found in epsilons.items()},
-        epsilon_pool=middle,
+        middle_pool=middle,
+        epsilon=EPSILON,
         job=job,
         driver_us=costs,
         digests_us=text_us,
@@ -161,7 +161,7 @@ def show(name: str, found: Figures) -> None:
 def replay(trace: Trace, choice: Choice, pool: int, together: bool = False, job: bool = False) -> Figures:
     """together: one replica instead of 8. job: all at once, and no more than ROOM at a replica."""
     times = REPLICAS if together else 1
-    limits = Limits(200_000, times * pool * BLOCK // PAGE, PAGE, (None,), times * 64, times * 4_096)
+    limits = Limits(200_000, times * pool * BLOCK // PAGE, PAGE, (None,), times * SEATS, times * 4_096)
     cost = CostModel(step=COST.step / times, token=COST.token / times)
     engines = [Replica(limits, cost, prefix_caching=True) for _ in range(REPLICAS // times)]
     flying = [0] * len(engines)
@@ -218,7 +218,7 @@ def driver_us(replicas: int, requests: int) -> dict[str, float]:
     """Mean microseconds of each call."""
     rng, router = random.Random(0), Router()
     for i in range(replicas):
-        router.add(i, ROOM + 1, 2_000_000)
+        router.add(i, ROOM + 1, 2_000_000, SEATS)
     starts = [tuple(rng.getrandbits(64) for _ in range(10)) for _ in range(200)]
     flying: list[str] = []
     seconds = dict.fromkeys(("pick", "started", "finished"), 0.0)
@@ -278,10 +278,13 @@ def drawing(online: dict[int, dict[str, Figures]]) -> str:
     for i, (name, colour) in enumerate(colours.items()):
         parts.append(f'<rect x="{left + 140 * i}" y="272" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{left + 18 + 140 * i}" y="282">{name}</text>')
-    title = "Prompt tokens found in a cache; above each bar, tokens computed by the busiest of 8 replicas over the mean"
+    title = (
+        "Share of the prompt tokens that a cache had; above a bar: tokens computed, the most of a replica over the mean"
+    )
+    parts.append(f'<text x="8" y="18" font-size="11.5">{title}</text>')
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="656" height="296" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18">{title}</text>{"".join(parts)}</svg>\n'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
     )
 
 

@@ -27,7 +27,7 @@ def main() -> None:
         {"number": i, "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]}
         for i, question in enumerate(QUESTIONS)
     ]
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     answers = ray.data.from_items(rows).map_batches(

@@ -61,7 +61,7 @@ def free_port() -> int:
 
 def main() -> None:
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # on a busy machine it takes more than 5 s
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     port = free_port()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(http_options={"host": "127.0.0.1", "port": port})

@@ -10,7 +10,8 @@ A request goes to the replica that holds most of its prompt, as long as the work
     (1 + EPSILON) * the average over all replicas + the tokens that it need not compute there
 
 which is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads,
-2016), with a prefix's worth added: to wait behind so many more tokens takes no longer than to compute them again.
+2016), with a prefix's worth added: to wait behind so many more tokens takes no longer than to compute them again. And
+where its seats are taken, so that the request would wait, no more than that above one that has a seat.
 Among equals, and where none holds enough of it to matter, the first block that does not tell them apart decides: the
 hashes of its digest and each replica name two, the highest (Thaler, Ravishankar: A Name-Based Mapping Scheme for
 Rendezvous, 1996), and the less busy of them gets the request (Mitzenmacher: The Power of Two Choices in Randomized Load
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from scheduler.desk import AnyRequest, LineRequest, Result
@@ -34,7 +36,7 @@ from scheduler.openai import CHAT, COMPLETIONS
 from scheduler.outputs import RequestOutput
 from scheduler.text import prompt_salt
 
-EPSILON = 0.25
+EPSILON = 0.5
 WORTH = 8  # a prefix counts if it is at least one part in so many of the request
 TOKEN_BYTES = 4  # of text, about
 ANSWER = 128  # tokens, about, of a chat that sets no limit; a completion's limit is then 16
@@ -150,13 +152,14 @@ def usage(result: Result) -> Usage | None:
 class _Replica:
     """What the router knows of one."""
 
-    __slots__ = ("bit", "capacity", "foreign", "held", "held_tokens", "keys", "load", "room", "seed")
+    __slots__ = ("bit", "capacity", "foreign", "held", "held_tokens", "keys", "load", "others", "room", "seats", "seed")
 
-    def __init__(self, number: int, room: int, capacity: int) -> None:
+    def __init__(self, number: int, room: int, capacity: int, seats: int) -> None:
         self.bit = 1 << number
         self.seed = int.from_bytes(blake2b(b"replica %d" % number, digest_size=8).digest(), "big")
-        self.room, self.capacity = room, capacity
+        self.room, self.capacity, self.seats = room, capacity, seats
         self.keys: set[str] = set()  # in flight
+        self.others = 0  # other drivers' requests
         self.load = 0  # tokens to be computed, of those in flight and of other drivers' requests
         self.foreign = 0  # of `load`, other drivers'
         # The picture of its cache: digest -> (when it was last used, tokens of its block), oldest first. What has no
@@ -192,10 +195,12 @@ class Router:
         """Requests in flight."""
         return len(self._flights)
 
-    def add(self, replica: int, room: int, capacity: int) -> None:
-        """A replica whose cache is empty. room: most requests it may have; capacity: tokens its pages hold."""
+    def add(self, replica: int, room: int, capacity: int, seats: int | None = None) -> None:
+        """A replica whose cache is empty. room: most requests it may have of this router's; capacity: tokens its pages
+        hold; seats: requests that run there at once, max_num_seqs (unless given, as many as there is room for).
+        """
         assert replica not in self._replicas, f"replica {replica} is there"
-        one = self._replicas[replica] = _Replica(replica, room, capacity)
+        one = self._replicas[replica] = _Replica(replica, room, capacity, room if seats is None else seats)
         if room > 0:
             self._open |= one.bit
 
@@ -239,16 +244,16 @@ class Router:
             else:
                 levels.append((depth, closer))
                 mask = closer
-        bound = self.bound()
+        bound, seated = self.bound(), self._least_seated()
         for depth, mask in reversed(levels):
             worth = ENDS[depth]
             if worth * WORTH < size:
                 break
-            fit = self._below(mask & free, bound + worth)
+            fit = self._fit(mask & free, bound + worth, seated + worth)
             if fit:
                 return self._choose(fit, digests[min(depth, len(digests) - 1)])
             free &= ~mask
-        fit = self._below(self._open, bound) if digests else []
+        fit = self._fit(self._open, bound, seated) if digests else []
         if fit:
             return self._choose(fit, digests[min(levels[-1][0], len(digests) - 1)])
         return self._least_busy()
@@ -288,7 +293,7 @@ class Router:
     def report(self, replica: int, requests: int) -> None:
         """How many requests the replica has, of all drivers; others' count as heavy as the average one of ours."""
         one = self._replicas[replica]
-        others = max(requests - len(one.keys), 0)
+        others = one.others = max(requests - len(one.keys), 0)
         ours = self._load - sum(each.foreign for each in self._replicas.values())
         foreign = others * (ours // len(self._flights) if self._flights else 1)
         change, one.foreign = foreign - one.foreign, foreign
@@ -316,8 +321,18 @@ class Router:
 
     # Who
 
-    def _below(self, mask: int, bound: float) -> list[_Replica]:
-        return [one for one in self._replicas.values() if mask & one.bit and one.load <= bound]
+    def _fit(self, mask: int, bound: float, waiting: float) -> list[_Replica]:
+        """Of these replicas those with no more load than that; `waiting` is for those without a seat."""
+        return [
+            one
+            for one in self._replicas.values()
+            if mask & one.bit and one.load <= bound and (one.load <= waiting or len(one.keys) + one.others < one.seats)
+        ]
+
+    def _least_seated(self) -> float:
+        """The least load where there is a seat."""
+        seated = [one.load for one in self._replicas.values() if len(one.keys) + one.others < one.seats]
+        return min(seated, default=inf)
 
     def _choose(self, some: list[_Replica], digest: int) -> int:
         """Of the two with the highest hashes the less busy one."""

@@ -35,21 +35,27 @@ def run(example: str, line_comes: Callable[[str], None] = lambda line: None) -> 
     """The lines that an example prints. It must end well, and with it all that it started."""
     mark = f"{example}-{os.getpid()}-{time.time_ns()}"
     command = [sys.executable, str(EXAMPLES / example)]
-    environ, lines = {**os.environ, MARK: mark}, list[str]()
+    environ, lines, most = {**os.environ, MARK: mark}, list[str](), 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if not lines:
-                assert len(processes(mark)) > 1  # so Ray's processes have the mark
+            most = max(most, len(processes(mark)))
             lines.append(line.rstrip("\n"))
             line_comes(line)
     assert process.returncode == 0, "\n".join(lines)
     assert not any("Traceback" in line for line in lines), "\n".join(lines)
+    assert most > 1  # so Ray's processes have the mark
     until = time.monotonic() + 30
     while (left := processes(mark)) and time.monotonic() < until:
         time.sleep(0.2)
     assert left == []
     return lines
+
+
+def test_the_code_in_the_docs_is_that_of_the_example() -> None:
+    text = (EXAMPLES.parent / "docs" / "routing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code in (EXAMPLES / "ray_data.py").read_text()
 
 
 def test_ray_data_answers_every_row_and_says_what_is_wrong_with_one() -> None:
