@@ -14,18 +14,18 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from paged.errors import ConfigError, RequestError, shown
 from scheduler import openai
 from scheduler.config import EngineConfig
 from scheduler.desk import Desk, LineRequest, Response
 from scheduler.journal import Index, OldOutput, Output
-from scheduler.lines import CustomIds, Line, Source, is_url, prefix_key, request_of
+from scheduler.lines import CustomIds, Line, Source, is_pipe, is_url, prefix_key, request_of
 from scheduler.llm import LLM
 from scheduler.outputs import EngineStats
 from worker.checkpoints import BUILTIN
@@ -177,18 +177,25 @@ class _Stream:
 
     def __init__(self, name: str, about: dict[str, Any]) -> None:
         self.index, self.about, self.rebuilt = Index(), about, False
-        self._file: BinaryIO = open(1 if name == "-" else name, "wb", closefd=name != "-")  # noqa: SIM115
+        self._name, self._waiting = name, list[bytes]()
+        self._file = 1 if name == "-" else os.open(name, os.O_WRONLY)
 
     def start(self) -> None: ...
 
     def add(self, line: int, digest: str, status: int | str, record: bytes) -> None:
-        self._file.write(record)
+        self._waiting.append(record)
 
     def flush(self, force: bool = False) -> None:
-        self._file.flush()
+        left, self._waiting = memoryview(b"".join(self._waiting)), []
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), self._name) from None
 
     def close(self) -> None:
-        self._file.close()
+        if self._name != "-":
+            os.close(self._file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,33 +223,32 @@ class Job:
             "_input": files.input,
             "_seeds": random.getrandbits(63) if seed is None else seed,
         }
-        self.old = None if files.retry_failed is None else OldOutput(Path(files.retry_failed))
-        if files.streams:
-            self.output: Output | _Stream = _Stream(files.output, about)
-        else:
-            self.output = Output(Path(files.output), about, files.overwrite)
-        try:
+        with ExitStack() as opened:
+            self.old: OldOutput | None = None
+            if files.retry_failed is not None:
+                self.old = OldOutput(Path(files.retry_failed))
+                opened.callback(self.old.close)
+            if files.streams:
+                self.output: Output | _Stream = _Stream(files.output, about)
+            else:
+                self.output = Output(Path(files.output), about, files.overwrite)
+            opened.callback(self.output.close)
             self.answered = Index() if files.overwrite else self.output.index
             self.total = self._looked_through()
-        except BaseException:
-            self.close()
-            raise
+            self.close = opened.pop_all().close
 
     @property
     def is_done(self) -> bool:
         """Whether every line has its record already."""
         return self.total is not None and len(self.answered) == self.total
 
-    def close(self) -> None:
-        self.output.close()
-        if self.old is not None:
-            self.old.close()
-
     def _looked_through(self) -> int | None:
         """Count the lines, and compare those that are answered."""
+        if is_pipe(self.files.input):
+            return None
         source = Source(self.files.input)
         try:
-            return None if source.live else self._counted(source)
+            return self._counted(source)
         finally:
             source.close()
 
@@ -356,9 +362,10 @@ class _Run:
 
     def refill(self, wait: float) -> bool:
         """Read the next window; whether there was anything to read."""
-        lines = self.source.take(self.limit, WINDOW_BYTES, wait)
-        if not self.files.ordered:
-            self.limit = min(2 * self.limit, MOST_WINDOW)
+        # In order, nothing is written while the first of a window waits: so it is no more than what is in flight.
+        limit = min(FIRST_WINDOW, max(1, self.answerer.room)) if self.files.ordered else self.limit
+        lines = self.source.take(limit, WINDOW_BYTES, wait)
+        self.limit = min(2 * self.limit, MOST_WINDOW)
         found = [(key, line, custom_id) for line in lines for key, custom_id in self.accept(line)]
         if self.files.group:
             found.sort(key=lambda one: one[0])
