@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -159,7 +159,7 @@ def test_an_estimate_is_that_of_steps_as_full_as_the_pages_allow() -> None:
 
 
 class FakeCluster(FakeAnswerer):
-    calls: list[Any] = []
+    calls: ClassVar[list[Any]] = []
     breaks = False
 
     @classmethod
