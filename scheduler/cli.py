@@ -158,7 +158,7 @@ def batch(
     Exit code 0: every line was answered; 3: some were refused, and say why; 130: Ctrl-C.
     """
     from scheduler import batch_cli
-    from scheduler.jobs import JobFiles
+    from scheduler.job_files import JobFiles
     from scheduler.lines import is_url
 
     if dry_run:
