@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from paged.errors import ConfigError
 from scheduler.config import EngineConfig
-from scheduler.jobs import Answerer, Job, JobFiles, JobProgress, LocalAnswerer, Stop, Stopped, about
+from scheduler.job_files import JobFiles, about
+from scheduler.jobs import Answerer, Job, JobProgress, LocalAnswerer, Stop, Stopped
 from scheduler.lines import filesystem, is_url
 
 if TYPE_CHECKING:

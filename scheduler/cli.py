@@ -28,6 +28,14 @@ app = typer.Typer(
 )
 
 
+class _Ended(Exception):
+    """A command has ended, with its exit code, and has said what there is to say."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every setting of EngineConfig as an option, and pass it the config they make."""
     parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
@@ -150,7 +158,7 @@ def batch(
     Exit code 0: every line was answered; 3: some were refused, and say why; 130: Ctrl-C.
     """
     from scheduler import batch_cli
-    from scheduler.jobs import JobFiles
+    from scheduler.job_files import JobFiles
     from scheduler.lines import is_url
 
     if dry_run:
@@ -163,7 +171,7 @@ def batch(
     place = str(batch_cli.local_output(url, overwrite)) if url else output_path
     files = JobFiles(input_path, place, overwrite, ordered, group, retry_failed)
     where = batch_cli.Where(cluster, replicas, address)
-    raise typer.Exit(batch_cli.run(files, url, config, where, metrics_path))
+    raise _Ended(batch_cli.run(files, url, config, where, metrics_path))
 
 
 @app.command()
@@ -341,6 +349,8 @@ def run(arguments: list[str]) -> int:
         result = app(arguments, standalone_mode=False)
     except ClickException as error:
         return _fail(error.format_message())  # type: ignore[attr-defined]  # all click errors have it
+    except _Ended as ended:
+        return ended.code
     except PagedError as error:
         return _fail(str(error))
     except OSError as error:  # a file that may not be read, a full disk

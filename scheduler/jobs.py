@@ -8,35 +8,31 @@ is an `Answerer`: an LLM in this process, or a cluster. docs/jobs.md says what i
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from paged.errors import ConfigError, RequestError, shown
 from scheduler import openai
-from scheduler.config import EngineConfig
 from scheduler.desk import Desk, LineRequest, Response
+from scheduler.job_files import JobFiles, Stream, about
 from scheduler.journal import Index, OldOutput, Output
-from scheduler.lines import CustomIds, Line, Source, is_url, prefix_key, request_of
+from scheduler.lines import CustomIds, Line, Source, is_pipe, is_url, prefix_key, request_of
 from scheduler.llm import LLM
 from scheduler.outputs import EngineStats
-from worker.checkpoints import BUILTIN
 
 ROOM = 4  # requests in the engine at once, as a multiple of max_num_seqs
 FIRST_WINDOW, MOST_WINDOW = 512, 16_384  # lines among which shared prefixes are brought together
 WINDOW_BYTES = 32 << 20
 COUNTED_BYTES = 256 << 20  # of the input, read before the job to count its lines: takes about a second
 WAIT_S = 0.2  # for lines, or for answers, between two looks at whether we are to stop
-# Settings on which the tokens of an answer may depend.
-SETTINGS = ("dtype", "quantization", "max_model_len", "device", "attention_backend", "seed")
 
 
 class Answerer(Protocol):
@@ -133,65 +129,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class JobFiles:
-    """What a job reads and writes. Raises ConfigError for what cannot work, before anything is opened.
-
-    input: a path, `-` for stdin, or a URL. output: a path, or `-` for stdout; what is no file (a pipe, a device) has no
-    journal. retry_failed: an output of the same input, whose answers are taken over.
-    """
-
-    input: str
-    output: str
-    overwrite: bool = False
-    ordered: bool = False
-    group: bool = True
-    retry_failed: str | None = None
-
-    def __post_init__(self) -> None:
-        target = Path(self.output)
-        if self.output != "-":
-            if target.is_dir() or not target.parent.is_dir():
-                raise ConfigError(f"output {target} is a folder, or in a folder that does not exist")
-            if not os.access(target if target.exists() else target.parent, os.W_OK):
-                raise ConfigError(f"output {target} may not be written by this user: name another place")
-        for what, name in (("input", self.input), ("output to retry", self.retry_failed)):
-            if name is None or (what == "input" and (name == "-" or is_url(name))):
-                continue
-            path = Path(name)
-            if not path.exists() or path.is_dir():
-                raise ConfigError(f"{what} {path} {'is no file' if path.exists() else 'does not exist'}")
-            if not os.access(path, os.R_OK):
-                raise ConfigError(f"{what} {path} may not be read by this user")
-            if self.output != "-" and target.exists() and target.samefile(path):
-                raise ConfigError(f"output {target} is the {what}: name another file")
-
-    @property
-    def streams(self) -> bool:
-        """Whether the output is a stream, which nothing can be read from again."""
-        path = Path(self.output)
-        return self.output == "-" or (path.exists() and not path.is_file())
-
-
-class _Stream:
-    """An output without a journal."""
-
-    def __init__(self, name: str, about: dict[str, Any]) -> None:
-        self.index, self.about, self.rebuilt = Index(), about, False
-        self._file: BinaryIO = open(1 if name == "-" else name, "wb", closefd=name != "-")  # noqa: SIM115
-
-    def start(self) -> None: ...
-
-    def add(self, line: int, digest: str, status: int | str, record: bytes) -> None:
-        self._file.write(record)
-
-    def flush(self, force: bool = False) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-@dataclass(frozen=True, slots=True)
 class _Pending:
     """A line whose answer is being computed."""
 
@@ -203,46 +140,45 @@ class _Pending:
 class Job:
     """A job on its files: opened, locked and recovered before a model is loaded, then run once, then closed.
 
-    about: the model and the settings that the tokens depend on, by name. seed: draws those of lines without one.
+    depends: the model and the settings that the tokens depend on, by name. seed: draws those of lines without one.
     total: lines that are not blank, None where the input cannot be read twice, or is too long to be.
     Raises ConfigError for files that cannot be used, and where a line has changed since it was answered.
     """
 
-    def __init__(self, files: JobFiles, about: dict[str, Any], seed: int | None = None) -> None:
+    def __init__(self, files: JobFiles, depends: dict[str, Any], seed: int | None = None) -> None:
         self.files = files
-        about = about | {
+        described = depends | {
             "ordered": files.ordered,
             "retry_failed": None if files.retry_failed is None else str(Path(files.retry_failed).resolve()),
             "_input": files.input,
             "_seeds": random.getrandbits(63) if seed is None else seed,
         }
-        self.old = None if files.retry_failed is None else OldOutput(Path(files.retry_failed))
-        if files.streams:
-            self.output: Output | _Stream = _Stream(files.output, about)
-        else:
-            self.output = Output(Path(files.output), about, files.overwrite)
-        try:
+        with ExitStack() as opened:
+            self.old: OldOutput | None = None
+            if files.retry_failed is not None:
+                self.old = OldOutput(Path(files.retry_failed))
+                opened.callback(self.old.close)
+            if files.streams:
+                self.output: Output | Stream = Stream(files.output, described)
+            else:
+                self.output = Output(Path(files.output), described, files.overwrite)
+            opened.callback(self.output.close)
             self.answered = Index() if files.overwrite else self.output.index
             self.total = self._looked_through()
-        except BaseException:
-            self.close()
-            raise
+            self.close = opened.pop_all().close
 
     @property
     def is_done(self) -> bool:
         """Whether every line has its record already."""
         return self.total is not None and len(self.answered) == self.total
 
-    def close(self) -> None:
-        self.output.close()
-        if self.old is not None:
-            self.old.close()
-
     def _looked_through(self) -> int | None:
         """Count the lines, and compare those that are answered."""
+        if is_pipe(self.files.input):
+            return None
         source = Source(self.files.input)
         try:
-            return None if source.live else self._counted(source)
+            return self._counted(source)
         finally:
             source.close()
 
@@ -356,9 +292,10 @@ class _Run:
 
     def refill(self, wait: float) -> bool:
         """Read the next window; whether there was anything to read."""
-        lines = self.source.take(self.limit, WINDOW_BYTES, wait)
-        if not self.files.ordered:
-            self.limit = min(2 * self.limit, MOST_WINDOW)
+        # In order, nothing is written while the first of a window waits: so it is no more than what is in flight.
+        limit = min(FIRST_WINDOW, max(1, self.answerer.room)) if self.files.ordered else self.limit
+        lines = self.source.take(limit, WINDOW_BYTES, wait)
+        self.limit = min(2 * self.limit, MOST_WINDOW)
         found = [(key, line, custom_id) for line in lines for key, custom_id in self.accept(line)]
         if self.files.group:
             found.sort(key=lambda one: one[0])
@@ -431,15 +368,6 @@ class _Run:
             self.progress.ok += 1
         else:
             self.progress.failed += 1
-
-
-def about(config: EngineConfig) -> dict[str, Any]:
-    """What the tokens of a job with these settings depend on. The name of a model is that which answers have."""
-    path = Path(config.model).expanduser()
-    name, place = config.model, None
-    if config.model not in BUILTIN and path.exists():
-        name, place = path.stem if path.is_file() else path.resolve().name, str(path.resolve())
-    return {"model": name, "model_path": place} | {name: getattr(config, name) for name in SETTINGS}
 
 
 def run_job(

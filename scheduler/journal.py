@@ -138,8 +138,12 @@ class OldOutput:
         self._format = Format.of(path)
         self._file = path.open("rb")
         self._piece: tuple[int, list[bytes]] = -1, []
-        for entry in entries_of(self._format.pieces(self._file, 0), path):
-            self.index.add(entry)
+        try:
+            for entry in entries_of(self._format.pieces(self._file, 0), path):
+                self.index.add(entry)
+        except BaseException:
+            self._file.close()
+            raise
 
     def record(self, line: int) -> bytes:
         """As it lies there, newline included."""

@@ -102,7 +102,7 @@ class Source:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ended = False  # and all lines were taken
-        self._stream, self.live = open_input(name)
+        self._stream, self.live = open_input(name), is_pipe(name)
         self._lines = _filled(self._stream, name)
         self._pump = _Pump(self._lines) if self.live else None
 
@@ -185,12 +185,16 @@ def filesystem(url: str) -> tuple[Any, str]:
         raise ConfigError(f"{url} cannot be used: {error}") from None
 
 
-def open_input(name: str) -> tuple[BinaryIO, bool]:
-    """Its bytes, and whether it is a pipe that may give them slowly."""
+def is_pipe(name: str) -> bool:
+    """Whether it gives its lines only once, and maybe slowly."""
+    return name == "-" or (not is_url(name) and not Path(name).is_file())
+
+
+def open_input(name: str) -> BinaryIO:
+    """Its bytes, packed as they may be."""
     raw: Any
-    live = False
     if name == "-":
-        raw, live = open(0, "rb", closefd=False), True  # noqa: SIM115  not sys.stdin, which is closed at exit
+        raw = open(0, "rb", closefd=False)  # noqa: SIM115  not sys.stdin, which is closed at exit
     elif is_url(name):
         files, place = filesystem(name)
         try:
@@ -198,10 +202,8 @@ def open_input(name: str) -> tuple[BinaryIO, bool]:
         except OSError as error:
             raise ConfigError(f"input {name} cannot be opened: {error or type(error).__name__}") from None
     else:
-        path = Path(name)
-        live = path.is_fifo()
-        raw = path.open("rb")
-    return cast("BinaryIO", raw if hasattr(raw, "peek") else io.BufferedReader(raw)), live
+        raw = Path(name).open("rb")  # noqa: SIM115  Source closes it
+    return cast("BinaryIO", raw if hasattr(raw, "peek") else io.BufferedReader(raw))
 
 
 def _unpacked(raw: BinaryIO) -> BinaryIO:

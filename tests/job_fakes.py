@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.desk import LineRequest, Response
-from scheduler.jobs import Job, JobFiles, JobProgress, Stop
+from scheduler.job_files import JobFiles
+from scheduler.jobs import Job, JobProgress, Stop
 from scheduler.lines import Line, Source
 from scheduler.outputs import EngineStats
 

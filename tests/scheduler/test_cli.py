@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paged import ConfigError, __version__
-from scheduler import cli, jobs
+from scheduler import cli, job_files
 from scheduler.config import EngineConfig, parse_memory
 from worker.checkpoints import Checkpoint
 
@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_line(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
 
-    monkeypatch.setattr(jobs, "JobFiles", full)
+    monkeypatch.setattr(job_files, "JobFiles", full)
     assert cli.run(["batch", "in.jsonl", "-o", "out.jsonl"]) == 2
     assert capsys.readouterr().err == "paged: error: out.jsonl: No space left on device\n"
 

@@ -12,7 +12,8 @@ import pytest
 
 from paged import LLM, ConfigError, RequestError, SamplingParams
 from scheduler import openai
-from scheduler.jobs import JobFiles, JobProgress, run_job
+from scheduler.job_files import JobFiles
+from scheduler.jobs import JobProgress, run_job
 from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from worker.checkpoints import Checkpoint
 
