@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from scheduler.metrics import Metrics, MetricsSummary, Percentiles
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from scheduler.policy import Limits, Rules
-    from worker.executor import Executor
+    from worker.executor import Executor, WorkerLost
     from worker.step import SamplingParams, Step, StepResult, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -94,6 +94,7 @@ __all__ = [
     "RequestError",
     "RequestFailed",
     "StepError",
+    "WorkerLost",
 ]
 
 _FORWARDED = {
@@ -115,6 +116,7 @@ _FORWARDED = {
     "Limits": "scheduler.policy",
     "Rules": "scheduler.policy",
     "Executor": "worker.executor",
+    "WorkerLost": "worker.executor",
     "SamplingParams": "worker.step",
     "Step": "worker.step",
     "StepResult": "worker.step",

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import ray
 
-from paged import LLM, ConfigError, RequestOutput, SamplingParams
+from paged import LLM, ConfigError, RequestOutput, SamplingParams, WorkerLost
 from scheduler.config import EngineConfig
 from scheduler.llm import plan
 from worker.checkpoints import Checkpoint
-from worker.executor import WorkerLost
 from worker.ray_executor import RayExecutor
 from worker.weights import load_weights
 

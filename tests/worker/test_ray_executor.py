@@ -17,9 +17,8 @@ from oracles import tiny_llama
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paged import LLM, ConfigError, SamplingParams
+from paged import LLM, ConfigError, SamplingParams, WorkerLost
 from worker import ray_executor
-from worker.executor import WorkerLost
 from worker.ray_executor import RayExecutor
 
 pytestmark = pytest.mark.ray
