@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from scheduler.policy import Limits, Rules
     from scheduler.ray_data import Generate
-    from worker.executor import Executor
+    from worker.executor import Executor, WorkerLost
     from worker.step import SamplingParams, Step, StepResult, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -96,6 +96,7 @@ __all__ = [
     "RequestError",
     "RequestFailed",
     "StepError",
+    "WorkerLost",
 ]
 
 _FORWARDED = {
@@ -118,6 +119,7 @@ _FORWARDED = {
     "Limits": "scheduler.policy",
     "Rules": "scheduler.policy",
     "Executor": "worker.executor",
+    "WorkerLost": "worker.executor",
     "SamplingParams": "worker.step",
     "Step": "worker.step",
     "StepResult": "worker.step",

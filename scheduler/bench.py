@@ -147,7 +147,8 @@ class Bench:
         self._multiply = 2 * matrices / layers, 2 * embedding / head
         # Of an embedding that is not the head itself a step reads few rows.
         apart = llm.plan.backend == "native" or not model.tie_word_embeddings
-        read = llm.plan.weight_bytes - (embedding * DTYPE_BYTES[llm.plan.dtype] if apart else 0)
+        tables = llm.plan.tensor_parallel_size if apart else 0
+        read = llm.plan.weight_bytes - embedding * DTYPE_BYTES[llm.plan.dtype] * tables
         self._read = read / ceilings["read_bytes_per_s"]
 
     def run(self, requests: list[dict[str, Any]]) -> Sample:

@@ -308,13 +308,14 @@ def bench_offline(
     bench.check(llm, workloads)
     if profile and llm.plan.backend != "native":
         raise ConfigError(f"a profile needs the native kernels, and the backend is {llm.plan.backend}")
-    found = measure(llm.plan.threads, dict.fromkeys(bench.formats(llm)))
+    found = measure(llm.plan.threads * llm.plan.tensor_parallel_size, dict.fromkeys(bench.formats(llm)))
     print(f"{'memory read, GB/s':34}{found['read_bytes_per_s'] / 1e9:8.1f}")
     for format_ in dict.fromkeys(bench.formats(llm)):
         name = f"{format_} multiply, 10^9 operations/s"
         print(f"{name:34}{found[f'{format_}_operations_per_s'] / 1e9:8.0f}")
-    kind = config.quantization or llm.plan.dtype
-    print(f"{llm.model_name}, {kind}, {llm.plan.threads} threads, {llm.plan.backend_reason}", flush=True)
+    kind, size = config.quantization or llm.plan.dtype, llm.plan.tensor_parallel_size
+    workers = f"{size} workers of " if size > 1 else ""
+    print(f"{llm.model_name}, {kind}, {workers}{llm.plan.threads} threads, {llm.plan.backend_reason}", flush=True)
 
     def report(name: str, turn: int, sample: bench.Sample) -> None:
         print(f"paged: {name} run {turn + 1}: {sample.wall_s:.2f} s", file=sys.stderr, flush=True)

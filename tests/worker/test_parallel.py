@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from oracles import FAMILIES, tiny
 from parallel_fakes import Threads, engine_of
 
-from paged import ConfigError, RequestOutput, SamplingParams, StepError
+from paged import ConfigError, RequestOutput, SamplingParams, StepError, WorkerLost
 from paged.kernels import library
 from scheduler.engine import Engine
 from scheduler.policy import Rules
 from worker.checkpoints import resolve
-from worker.executor import WorkerLost
 from worker.group import Group
 from worker.kernels import Matrix
 from worker.kernels.native import pack
