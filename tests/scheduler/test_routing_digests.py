@@ -129,6 +129,14 @@ def test_lines_and_prompts_agree() -> None:
     assert outline(chat)[1] == (len(content) + 6) // TOKEN_BYTES + ANSWER
 
 
+def test_who_computes_the_whole_prompt_anyway_goes_anywhere() -> None:
+    """Prompt log-probabilities are not in a cache, and that nothing was found says nothing about it."""
+    line = LineRequest("POST", COMPLETIONS, {"prompt": text(4), "max_tokens": 9, "prompt_logprobs": 0})
+    assert (
+        outline(line) == outline(PromptRequest(text(4), SamplingParams(max_tokens=9, prompt_logprobs=0))) == ((), 265)
+    )
+
+
 # What answers say
 
 
