@@ -15,8 +15,9 @@ For each number of pages a replica has (pool, counted in blocks of 512 tokens):
    replica over the mean, and so seconds in steps; seconds to the first token, mean and 99th percentile.
 2. The same with other EPSILONs, in the middle pool.
 3. A job: all requests there from the beginning, at most 256 of them at a replica. Hit rate, and when the last ended.
-4. What a request costs the driver: `pick`, `started` and `finished`, microseconds, for 8, 32 and 100 replicas with 256
-   requests in flight at each, and prompts of 15 digests; and the digests of a text of 4,000 characters.
+4. What a request costs the driver: `pick`, `started` and `finished`, microseconds of CPU time, for 8, 32 and 100
+   replicas with 256 requests in flight at each, and prompts of 15 digests; and the digests of a text of 4,000
+   characters.
 
 1 to 3 are the same on any machine. Without TRACE, or with --quick, a small trace is made up, which shows only that this
 works.
@@ -215,7 +216,7 @@ def made_up() -> Trace:
 
 
 def driver_us(replicas: int, requests: int) -> dict[str, float]:
-    """Mean microseconds of each call."""
+    """Mean microseconds of each call, of this thread's time, so that neighbours count little."""
     rng, router = random.Random(0), Router()
     for i in range(replicas):
         router.add(i, ROOM + 1, 2_000_000, SEATS)
@@ -229,16 +230,16 @@ def driver_us(replicas: int, requests: int) -> dict[str, float]:
             place = rng.randrange(full)
             flying[place], flying[-1] = flying[-1], flying[place]
             key = flying.pop()
-            began = time.perf_counter()
+            began = time.thread_time()
             router.finished(key, Usage(960, 640, 60))
-            seconds["finished"] += time.perf_counter() - began
-        began = time.perf_counter()
+            seconds["finished"] += time.thread_time() - began
+        began = time.thread_time()
         picked = router.pick(chain, 1_000)
-        chosen = time.perf_counter()
+        chosen = time.thread_time()
         assert picked is not None
         router.started(str(number), picked, chain, 1_000)
         if number >= full:
-            seconds["started"] += time.perf_counter() - chosen
+            seconds["started"] += time.thread_time() - chosen
             seconds["pick"] += chosen - began
         flying.append(str(number))
     return {name: total / requests * 1e6 for name, total in seconds.items()}
@@ -246,10 +247,10 @@ def driver_us(replicas: int, requests: int) -> dict[str, float]:
 
 def digests_us(rounds: int) -> float:
     text = "What a long prompt says. " * 160
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(rounds):
         digests(text)
-    return (time.perf_counter() - began) / rounds * 1e6
+    return (time.thread_time() - began) / rounds * 1e6
 
 
 def drawing(online: dict[int, dict[str, Figures]]) -> str:

@@ -62,18 +62,23 @@ def digests(prompt: Any, chat: bool = False) -> tuple[int, ...]:
 def outline(request: AnyRequest) -> tuple[tuple[int, ...], int]:
     """The digests of a request's prompt, and its size: tokens of prompt and answer, about.
 
-    Nothing is checked here: of what will be refused there are no digests, and any size.
+    Nothing is checked here: of what will be refused there may be no digests, and any size. Who wants prompt_logprobs
+    computes the whole prompt wherever it is, so it has none.
     """
-    if not isinstance(request, LineRequest):
-        found, prompt = _outline(request.prompt, request.chat)
-        params = request.params
-        return found, prompt + _answer(None if params is None else params.max_tokens, request.chat)
-    body, chat = request.body, request.url == CHAT
-    if not isinstance(body, dict) or not (chat or request.url == COMPLETIONS):
-        return (), 1
-    found, prompt = _outline(body.get("messages") if chat else _only(body.get("prompt")), chat)
-    limit = body.get("max_completion_tokens") if chat else None
-    return found, prompt + _answer(body.get("max_tokens") if limit is None else limit, chat)
+    if isinstance(request, LineRequest):
+        body, chat = request.body, request.url == CHAT
+        if not isinstance(body, dict) or not (chat or request.url == COMPLETIONS):
+            return (), 1
+        found, size = _outline(body.get("messages") if chat else _only(body.get("prompt")), chat)
+        limit = body.get("max_completion_tokens") if chat else None
+        limit = body.get("max_tokens") if limit is None else limit
+        whole = body.get("prompt_logprobs") is not None
+    else:
+        params, chat = request.params, request.chat
+        found, size = _outline(request.prompt, chat)
+        limit = None if params is None else params.max_tokens
+        whole = params is not None and params.prompt_logprobs is not None
+    return () if whole else found, size + _answer(limit, chat)
 
 
 def _only(prompt: Any) -> Any:
