@@ -80,7 +80,7 @@ class LocalAnswerer:
 
 @dataclass(slots=True)
 class JobProgress:
-    """How far a job is; `stats` are the engine's, and go on changing."""
+    """How far a job is; `stats` are what the answerer's are now."""
 
     stats: EngineStats
     ok: int = 0  # lines that have an answer, those of earlier runs of the job included
@@ -117,6 +117,11 @@ class Stop:
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self._came) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
+
+    def renew(self) -> None:
+        """Take the signals back from a library that took them meanwhile, as Ray does."""
+        for number in self._before:
+            signal.signal(number, self._came)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -251,6 +256,7 @@ class _Run:
                     for key, response in self.answerer.take(WAIT_S):
                         self.answer(self.pending.pop(key), response)
                 self.output.flush()
+                self.progress.stats = self.answerer.stats
                 self.progress.seconds = time.perf_counter() - start
                 self.on_progress(self.progress)
             self.output.flush(force=True)

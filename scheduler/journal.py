@@ -32,8 +32,8 @@ HEADER = b'{"paged_job": '
 SYNC_S = 1.0  # seconds between two times that the disk is told to keep what was written
 _PACK_BYTES = 1 << 16  # a piece of a packed output has at least so many, or is _PACK_S old
 _PACK_S = 1.0
-_ENTRY = re.compile(rb"(\d{1,12}) ([0-9a-f]{16}) ([\w.-]{1,64}) (\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
-_ID = re.compile(r"batch_req_(\d{1,12})-([0-9a-f]{16})")
+_ENTRY = re.compile(rb"(\d{1,9}) ([0-9a-f]{16}) ([\w.-]{1,64}) (\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
+_ID = re.compile(r"batch_req_(\d{1,9})-([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ def _locked(path: Path) -> tuple[int, bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pids = re.findall(rb"^pid (\d+)\n", path.read_bytes(), re.MULTILINE)
+            pids = re.findall(rb"^pid (\d+)\n", os.pread(file, os.fstat(file).st_size, 0), re.MULTILINE)
             os.close(file)
             who = f"process {int(pids[-1])}" if pids else "another process"
             raise ConfigError(
