@@ -123,22 +123,22 @@ class Cluster:
             raise ConfigError("a detached cluster needs a name, by which it can be found and stopped")
         there = None if name is None else cluster_state.read(name)
         if there is not None:
-            raise ClusterError(
-                f"cluster {name} is there already, at {there.address}: stop it, or take another name for this one"
-            )
+            raise ClusterError(cluster_state.taken(there.name))
         if Path(config.model).exists():
             config = replace(config, model=str(Path(config.model).resolve()))  # workers start elsewhere
         if address is None:
             plan(config)  # refuses what cannot work before anything is started
         namespace = _namespace(name)
         home = placement.start(namespace, detached=detach) if address is None else placement.join(address, namespace)
+        try:
+            if name is not None:
+                _claim(name, home, detach)
+        except BaseException:
+            home.end()
+            raise
         made = cls(home, name, detach)
         made._replica = _replica
         try:
-            if name is not None:
-                pid = home.head or (None if detach else os.getpid())
-                born = None if pid is None else cluster_state.born(pid)
-                ClusterState(name, home.address, pid, born, head=home.head is not None).save()
             made._add_replicas(placement.resolve(config, replicas), range(replicas), placement_timeout)
             while not made._driver.wait(replicas, 1.0):
                 on_progress(made.status())
@@ -382,6 +382,15 @@ def _namespace(name: str | None) -> str:
     return f"paged-{uuid.uuid4().hex if name is None else name}"
 
 
+def _claim(name: str, home: placement.Home, detach: bool) -> None:
+    """Take a name. Raises ClusterError where another has it, also one who launched elsewhere over the same Ray."""
+    if indices_of(_namespace(name)):
+        raise ClusterError(cluster_state.taken(name))
+    pid = home.head or (None if detach else os.getpid())
+    born = None if pid is None else cluster_state.born(pid)
+    ClusterState(name, home.address, pid, born, head=home.head is not None).save()
+
+
 def _let_go(
     watcher: Watcher, driver: Driver, home: placement.Home, namespace: str, name: str | None, *, end: bool
 ) -> None:
@@ -400,7 +409,7 @@ def _let_go(
                 placement.release([f"{namespace}/{PREFIX}{index}"])
     home.end()
     if name is not None:
-        cluster_state.forget(name)
+        cluster_state.forget(name, home.address)
 
 
 def _status(peer: Peer) -> ReplicaStatus:

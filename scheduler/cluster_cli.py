@@ -15,6 +15,7 @@ from paged.errors import ClusterError
 from scheduler import cluster_state
 from scheduler.cluster import Cluster, ReplicaStatus
 from scheduler.config import EngineConfig
+from scheduler.head import end_head, sweep
 
 EVERY = 5.0  # seconds between two lines on how far replicas are
 ENDING = 15.0  # seconds until a launcher that was asked to end must have
@@ -28,9 +29,13 @@ _COLUMNS = (
 def launch(config: EngineConfig, replicas: int, name: str, address: str | None, detach: bool) -> int:
     """Start a cluster, and stay until it is stopped, or with `detach` leave it; the exit code."""
     with _told() as told:
-        cluster = Cluster.launch_config(
-            config, replicas=replicas, name=name, address=address, detach=detach, on_progress=_Progress(replicas)
-        )
+        try:
+            cluster = Cluster.launch_config(
+                config, replicas=replicas, name=name, address=address, detach=detach, on_progress=_Progress(replicas)
+            )
+        except KeyboardInterrupt:
+            _say("stopped before the cluster was up: nothing of it is left")
+            return 128 + (told.number or signal.SIGINT)
         try:
             print(table(cluster.status()), flush=True)
             if detach:
@@ -62,14 +67,26 @@ def scale(replicas: int, name: str, address: str | None) -> int:
 
 def stop(name: str, address: str | None) -> int:
     """End a cluster whole, whoever launched it."""
-    state = cluster_state.read(name)
-    if state is not None and state.pid is not None and not state.head and address is None:
+    state = cluster_state.read(name) if address is None else None
+    if state is None and address is None and sweep():
+        _say("Ray is stopped, which a launch that was killed had left")
+        return 0
+    if state is not None and state.pid is not None and not state.head:
         _end_launcher(state)
         _say(f"cluster {name} is stopped, and process {state.pid}, which launched it, has ended")
         return 0
-    with Cluster.connect(name, address, wait=False) as cluster:
-        ended = cluster.num_replicas
-        cluster.stop()
+    try:
+        with Cluster.connect(name, address, wait=False) as cluster:
+            ended = cluster.num_replicas
+            cluster.stop()
+    except ClusterError as error:
+        if state is None:
+            raise
+        if state.head:
+            end_head(state.address)
+        cluster_state.forget(name, state.address)
+        _say(f"cluster {name} is stopped; its replicas were gone or out of reach: {error}")
+        return 0
     what = "Ray" if state is not None and state.head else "not Ray, which was there before"
     _say(f"cluster {name} is stopped: {ended} {'replica has' if ended == 1 else 'replicas have'} ended, {what}")
     return 0
@@ -96,7 +113,7 @@ def _end_launcher(state: cluster_state.ClusterState) -> None:
                 f"process {state.pid}, which launched cluster {state.name}, has not ended: end it by hand"
             )
         time.sleep(0.1)
-    cluster_state.forget(state.name)
+    cluster_state.forget(state.name, state.address)
 
 
 class _Progress:

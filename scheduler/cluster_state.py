@@ -32,10 +32,16 @@ class ClusterState:
         return self.pid is None or born(self.pid) == self.born
 
     def save(self) -> None:
+        """Raises ClusterError where there is one of this name, who may have been launched this moment."""
         file = _file(self.name)
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(asdict(self)) + "\n")
-        part.replace(file)
+        try:
+            os.link(part, file)
+        except FileExistsError:
+            raise ClusterError(taken(self.name)) from None
+        finally:
+            part.unlink()
 
 
 def folder() -> Path:
@@ -47,18 +53,36 @@ def folder() -> Path:
 
 def read(name: str) -> ClusterState | None:
     """The cluster of this name; None if there is none, or none any more. Raises ClusterError for no name."""
-    try:
-        state = ClusterState(**json.loads(_file(name).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-    if not state.alive:
-        forget(name)
+    state = _read(name)
+    if state is not None and not state.alive:
+        forget(name, state.address)
         return None
     return state
 
 
-def forget(name: str) -> None:
-    _file(name).unlink(missing_ok=True)
+def _read(name: str) -> ClusterState | None:
+    file = _file(name)
+    try:
+        return ClusterState(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):  # of another version, or no state at all
+        file.unlink(missing_ok=True)
+        return None
+
+
+def forget(name: str, address: str) -> None:
+    """Unless another cluster has the name now."""
+    state = _read(name)
+    if state is not None and state.address == address:
+        _file(name).unlink(missing_ok=True)
+
+
+def taken(name: str) -> str:
+    """What is wrong with launching one of this name."""
+    state = _read(name)
+    where = "" if state is None else f", at {state.address}"
+    return f"cluster {name} is there already{where}: stop it, or take another name for this one"
 
 
 def names() -> list[str]:

@@ -12,27 +12,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from paged.errors import ClusterError, ConfigError
-from scheduler.cluster_state import folder
 from scheduler.config import EngineConfig, parse_memory
+from scheduler.head import LOOPBACK, OBJECTS, end_head, start_head, sweep
 
-OBJECTS = 200 * 2**20  # bytes of Ray's object store, which holds next to nothing of ours
 PLACING = 15.0  # seconds
-STARTING = 60.0  # seconds until a head that was started must answer
-ENDING = 10.0  # seconds in which it ends by itself
 PACKAGES = ("paged-kv", "ray", "torch", "transformers")
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
-LOOPBACK = "127.0.0.1"
-SEES_NONE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1"  # who asks for no GPU sees none
+SEES_NONE = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}  # else who asks for no GPU sees all, as Ray changes nothing then
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +76,7 @@ class Home:
         """Let go of it, and end the head where it is ours."""
         self.leave()
         if self.head is not None:
-            end_head(self.head)
-            _log(self.address).unlink(missing_ok=True)
+            end_head(self.address)
             self.head = None
 
 
@@ -103,15 +95,15 @@ def start(namespace: str, *, detached: bool = False) -> Home:
     """Start Ray on this machine: in this process, with which it ends, or detached as processes of their own."""
     ray = need_ray()
     if detached:
-        head, address = _start_head()
+        sweep()
+        head, address = start_head(node_cpus())
         try:
             return replace(join(address, namespace), head=head)
         except BaseException:
-            end_head(head)
+            end_head(address)
             raise
     if ray.is_initialized():
         return Home(ray.get_runtime_context().gcs_address, connected=False)
-    os.environ.setdefault(*SEES_NONE)
     ray.init(
         "local",
         num_cpus=node_cpus(),
@@ -267,6 +259,7 @@ def options(placement: Placement, bundle: int) -> dict[str, Any]:
         "num_cpus": need.cpus,
         "num_gpus": need.gpus,
         "memory": need.memory or None,
+        "runtime_env": None if need.gpus else SEES_NONE,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
         ),
@@ -311,54 +304,3 @@ def _quiet(namespace: str) -> dict[str, Any]:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-
-
-def _start_head() -> tuple[int, str]:
-    """Ray's processes in a session of their own: the id of the one that ends all others when it ends, the address."""
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        port = free.getsockname()[1]
-    if not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        subprocess.run(
-            [*RAY, "get-auth-token", "--generate"], capture_output=True, check=True
-        )  # or finds the one there
-    address, log = f"{LOOPBACK}:{port}", _log(f"{LOOPBACK}:{port}")
-    command = [*RAY, "start", "--head", "--block", f"--port={port}"]
-    command += [f"--node-ip-address={LOOPBACK}", "--include-dashboard=false", "--disable-usage-stats"]
-    command += [f"--num-cpus={node_cpus()}", f"--object-store-memory={OBJECTS}"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            env=dict((SEES_NONE, ("RAY_AUTH_MODE", "token"))) | os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    end = time.monotonic() + STARTING
-    while "Ray runtime started" not in log.read_text(errors="replace"):
-        if process.poll() is not None or time.monotonic() > end:
-            end_head(process.pid)
-            raise ClusterError(f"Ray could not be started: {' '.join(log.read_text(errors='replace').split())[-400:]}")
-        time.sleep(0.1)
-    return process.pid, address
-
-
-def _log(address: str) -> Path:
-    """What the head that we started there has said."""
-    return folder() / f"ray-{address.rpartition(':')[2]}.log"
-
-
-def end_head(pid: int) -> None:
-    """End a head that we started, and every process below it."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        head = psutil.Process(pid)
-        processes = [head, *head.children(recursive=True)]
-        head.terminate()
-        _, alive = psutil.wait_procs(processes, ENDING)
-        for process in alive:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, ENDING)
