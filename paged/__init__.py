@@ -16,6 +16,7 @@ from paged.allocator import NULL_PAGE, BlockAllocator
 from paged.block_table import BlockTable, pages_for
 from paged.errors import (
     CheckpointError,
+    ClusterError,
     ConfigError,
     EngineClosed,
     InvariantError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from paged.pool import KVPool
     from scheduler.async_llm import AsyncLLM
     from scheduler.beam import BeamSearchParams
+    from scheduler.cluster import Cluster, ReplicaStatus
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
     from scheduler.llm import LLM
@@ -66,6 +68,8 @@ __all__ = [
     # the engine
     "LLM",
     "AsyncLLM",
+    "Cluster",
+    "ReplicaStatus",
     "Generate",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -88,6 +92,7 @@ __all__ = [
     # errors
     "PagedError",
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "EngineClosed",
     "InvariantError",
@@ -104,6 +109,8 @@ _FORWARDED = {
     "KVPool": "paged.pool",
     "LLM": "scheduler.llm",
     "AsyncLLM": "scheduler.async_llm",
+    "Cluster": "scheduler.cluster",
+    "ReplicaStatus": "scheduler.cluster",
     "Generate": "scheduler.ray_data",
     "RequestOutput": "scheduler.outputs",
     "CompletionOutput": "scheduler.outputs",

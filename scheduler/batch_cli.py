@@ -8,9 +8,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from hashlib import blake2b
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paged.errors import ConfigError
 from scheduler.config import EngineConfig
@@ -82,7 +81,9 @@ def _run(
 ) -> int:
     answerer: Answerer | None = None
     if where.cluster is not None:
-        cluster = _cluster_class().connect(where.cluster, address=where.address)
+        from scheduler.cluster import Cluster
+
+        cluster = Cluster.connect(where.cluster, address=where.address)
         stack.callback(cluster.close)
         answerer = cluster
     depends = about(config) if answerer is None else {"model": answerer.model_name, "seed": config.seed}
@@ -95,7 +96,9 @@ def _run(
         return SOME_FAILED if job.answered.failed else 0
     llm: LLM | None = None
     if where.replicas is not None:
-        cluster = _cluster_class().launch_config(config, replicas=where.replicas, address=where.address)
+        from scheduler.cluster import Cluster
+
+        cluster = Cluster.launch_config(config, replicas=where.replicas, address=where.address)
         stack.callback(cluster.close)
         answerer = cluster
     if answerer is None:
@@ -119,10 +122,6 @@ def _run(
         return BY_SIGNAL + progress.stopped
     _upload(job, url)
     return SOME_FAILED if progress.failed else 0
-
-
-def _cluster_class() -> Any:
-    return import_module("scheduler.cluster").Cluster
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,7 @@ from scheduler.lines import is_url
 from worker.checkpoints import BUILTIN
 
 # Settings on which the tokens of an answer may depend.
-SETTINGS = ("dtype", "quantization", "max_model_len", "device", "attention_backend", "seed")
+SETTINGS = ("dtype", "quantization", "max_model_len", "device", "attention_backend", "tensor_parallel_size", "seed")
 
 
 @dataclass(frozen=True, slots=True)
