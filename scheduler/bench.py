@@ -187,12 +187,14 @@ class Bench:
             return {}
         native = dict(self._profile)
         linear, attention = native.pop("linear", 0.0), native.pop("attention", 0.0)
+        sums = native.pop("sum", 0.0)  # where there are several workers
         small = sum(native.values())
         return {
             "linears": linear,
             "attention": attention,
             "small operations": small,
-            "inputs and sampling": executor - linear - attention - small,
+            **({"sums over workers": sums} if sums else {}),
+            "inputs and sampling": executor - linear - attention - sums - small,
             "scheduling and text": wall - executor,
         }
 
