@@ -34,9 +34,7 @@ def start_head(cpus: int) -> tuple[int, str]:
     port, client_port = _free_ports(2)
     address = f"{LOOPBACK}:{port}"
     _folder(address).mkdir(mode=0o700)  # of a name that nobody else has
-    if not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        # Makes one, or finds the one there.
-        subprocess.run([*_RAY, "get-auth-token", "--generate"], capture_output=True, check=True)
+    ensure_token()
     command = [*_RAY, "start", "--head", "--block", f"--port={port}", f"--ray-client-server-port={client_port}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any, as there may be other heads on this machine
     command += [f"--node-ip-address={LOOPBACK}", "--include-dashboard=false", "--disable-usage-stats"]
@@ -48,6 +46,13 @@ def start_head(cpus: int) -> tuple[int, str]:
     except BaseException:
         end_head(address)
         raise
+
+
+def ensure_token() -> None:
+    """Who connects must have it; without one Ray would let in everybody."""
+    if not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        # Makes one, or finds the one there.
+        subprocess.run([*_RAY, "get-auth-token", "--generate"], capture_output=True, check=True)
 
 
 def _wait(command: list[str], log: Path) -> int:
