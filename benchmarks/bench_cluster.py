@@ -143,10 +143,12 @@ def without_ray(replicas: int, requests: int) -> Figures:
 
 def over_ray(nodes: tuple[int, ...], requests: int, model: Path) -> dict[int, Figures]:
     """By number of nodes; one Ray that grows."""
+    from ray._private.authentication import authentication_token_setup as tokens
     from ray.cluster_utils import Cluster as Nodes
 
-    from paged import Cluster
+    from scheduler.cluster import Cluster
 
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as who joins does
     found = dict[int, Figures]()
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECTS}
     ray = Nodes(initialize_head=True, head_node_args=head)
@@ -175,7 +177,8 @@ def replicas(requests: list[Figures], turns: int) -> Figures:
     """Seconds and output tokens per second of W1, by what computes it."""
     import ray
 
-    from paged import LLM, Cluster
+    from scheduler.cluster import Cluster
+    from scheduler.llm import LLM
 
     prompts = [request["prompt"] for request in requests]
     params = [SamplingParams(temperature=0, max_tokens=one["out"], ignore_eos=True) for one in requests]

@@ -70,6 +70,9 @@ class Cluster:
         self._watcher = Watcher(self._driver, self._namespace)
         self._outbox = _Outbox()
         self._keys: dict[str, str] = {}  # the driver's key, by the caller's
+        # Of replicas made here. An actor that is not detached ends with the handle it was made with, and the driver may
+        # have got another one before, from the watcher.
+        self._handles: dict[int, Any] = {}
         self._let_go = partial(_let_go, self._watcher, self._driver, home, self._namespace, name)
         self._close = weakref.finalize(self, self._let_go, end=not detached)
         atexit.register(self._close)  # before Ray's own, as it is registered later
@@ -351,6 +354,7 @@ class Cluster:
                 max_concurrency=CALLS,
                 **placement.options(one, 0),
             ).remote(config)
+            self._handles[index] = handle
             self._driver.found(index, RayLink(handle))
 
 
