@@ -80,7 +80,7 @@ def test_imports_point_one_way(package: str) -> None:
 def test_what_is_optional_is_imported_in_its_own_files_only(heavy: str) -> None:
     everywhere = [file for package in ABOVE for file in files(package)]
     found = {file.relative_to(HOME).as_posix() for file in everywhere if heavy in imported(file)}
-    assert found == ONLY_IN[heavy]
+    assert found <= ONLY_IN[heavy]
 
 
 def test_the_scan_sees_imports_in_functions_and_not_those_for_type_checkers(tmp_path: Path) -> None:

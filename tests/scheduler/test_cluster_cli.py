@@ -5,6 +5,7 @@ One detached cluster serves most tests; launches in the foreground run beside it
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import signal
@@ -142,7 +143,7 @@ def test_other_packages_of_a_replica_are_one_warning_line(
     detached: Place, here: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """R06"""
-    real = placement.version
+    real = importlib.metadata.version
     monkeypatch.setattr(placement, "version", lambda name: "2.1.0" if name == "torch" else real(name))
     assert cli.run(["status"]) == 0
     (line,) = [line for line in lines(capsys) if "warning" in line]
