@@ -131,12 +131,7 @@ def join(address: str, namespace: str) -> Home:
     except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head") from None
     _compare(cluster_versions(address), address)
-    try:
-        _connect(address, **_quiet(namespace))
-    except (RuntimeError, ConnectionError, ValueError) as error:
-        with suppress(Exception):
-            ray.shutdown()
-        raise ClusterError(f"Ray at {address} cannot be joined: {error}") from None
+    _connect(address, **_quiet(namespace))
     return Home(address, connected=True)
 
 
@@ -301,11 +296,17 @@ def _amount(name: str, value: float) -> str:
 
 
 def _connect(*args: Any, **settings: Any) -> None:
-    """Ray takes SIGTERM for itself: who had a handler keeps it."""
+    """ray.init. It takes SIGTERM for itself: who had a handler keeps it. Raises ClusterError."""
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(*args, **settings)
+    try:
+        ray.init(*args, **settings)
+    except Exception as error:  # noqa: BLE001  some are of no class of their own
+        with suppress(Exception):
+            ray.shutdown()
+        what = "started here" if args[0] == "local" else f"joined at {args[0]}"
+        raise ClusterError(f"Ray cannot be {what}: {error}") from None
     if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
