@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -125,13 +127,7 @@ def join(address: str, namespace: str) -> Home:
     if not answers(address):
         raise ClusterError(f"no Ray answers at {address}: give the host:port of its head")
     _compare(cluster_versions(address), address)
-    try:
-        with on_loopback() if is_on_loopback(address) else nullcontext():
-            ray.init(address, **_quiet(namespace))
-    except (RuntimeError, ConnectionError, ValueError) as error:
-        with suppress(Exception):
-            ray.shutdown()
-        raise ClusterError(f"Ray at {address} cannot be joined: {error}") from None
+    _connect(address, namespace)
     return Home(address, connected=True)
 
 
@@ -295,9 +291,17 @@ def _amount(name: str, value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if name == "memory" else f"{value:g} {name}"
 
 
-def _quiet(namespace: str) -> dict[str, Any]:
-    return {
-        "namespace": namespace,
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }
+def _connect(address: str, namespace: str) -> None:
+    """ray.init. It takes SIGTERM for itself: who had a handler keeps it. Raises ClusterError."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with on_loopback() if is_on_loopback(address) else nullcontext():
+            ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # noqa: BLE001  some are of no class of their own
+        with suppress(Exception):
+            ray.shutdown()
+        raise ClusterError(f"Ray cannot be joined at {address}: {error}") from None
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

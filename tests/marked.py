@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 MARK = "PAGED_TEST_RUN"
 PAGED = (sys.executable, "-c", "from scheduler.cli import main; main()")
@@ -67,9 +66,14 @@ def until(seconds: float) -> Iterator[None]:
         time.sleep(0.1)
 
 
-def none_left(mark: str, seconds: float, shared: set[Path] = frozenset()) -> Any:  # type: ignore[assignment]
-    """What is there after so many seconds at most; nothing if all is well."""
+def none_left(mark: str, seconds: float, shared: Iterable[Path] = ()) -> tuple[dict[int, str], set[Path]]:
+    """Processes with this mark, and files of these, that are there in the end; waits until there are no processes.
+
+    No longer than so many seconds.
+    """
+    found = marked(mark)
     for _ in until(seconds):
-        if not marked(mark):
+        found = marked(mark)
+        if not found:
             break
-    return marked(mark), {file for file in shared if file.exists()}
+    return found, {file for file in shared if file.exists()}

@@ -15,7 +15,7 @@ from marked import make_tiny_model
 
 from paged import EngineConfig
 from paged.errors import ClusterError
-from scheduler import cli, cluster_state, placement
+from scheduler import cli, cluster_state, head, placement
 from scheduler.cluster import Cluster
 from scheduler.head import ensure_token
 from scheduler.placement import Need
@@ -135,6 +135,15 @@ def test_other_packages_of_a_replica_are_one_line_with_names_and_numbers(monkeyp
 def test_an_address_where_no_ray_is_is_refused(address: str) -> None:
     with pytest.raises(ClusterError, match=r"no Ray answers at .*: give the host:port of its head"):
         placement.join(address, "paged-test")
+
+
+def test_a_ray_that_does_not_start_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = head._free_port()
+    monkeypatch.setattr(head, "_free_port", lambda: port)
+    monkeypatch.setattr(placement, "node_cpus", lambda: -1)
+    with pytest.raises(ClusterError, match=r"Ray could not be started: .*CPU"):
+        placement.start("paged-test")
+    assert not Path(f"/tmp/paged-ray-{port}").exists()
 
 
 # R02: room
