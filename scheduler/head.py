@@ -104,7 +104,7 @@ def run_head(port: int, cpus: int, starter: int) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _temp_dir=str(folder),
+                _temp_dir=str(folder / "ray"),  # which it opens to everybody: so it lies in one of ours
             )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         sys.stdout.buffer.write(_READY)
@@ -147,17 +147,17 @@ def is_on_loopback(address: str) -> bool:
     from ray._private.services import get_node_ip_address
 
     host, _, port = address.rpartition(":")
-    return host == LOOPBACK and not answers(f"{get_node_ip_address()}:{port}")
+    return host == LOOPBACK and silence(f"{get_node_ip_address()}:{port}") is not None
 
 
-def answers(address: str, seconds: float = 5.0) -> bool:
-    """Whether somebody listens there."""
+def silence(address: str, seconds: float = 5.0) -> Exception | None:
+    """Why nobody answers there; None if somebody does."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), seconds).close()
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
+    except (OSError, ValueError, OverflowError) as error:
+        return error
+    return None
 
 
 def ensure_token() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from paged.errors import ClusterError, ConfigError
 from scheduler.config import EngineConfig, parse_memory
-from scheduler.head import Head, answers, end_head, is_on_loopback, on_loopback, start_head
+from scheduler.head import Head, end_head, is_on_loopback, on_loopback, silence, start_head
 
 PLACING = 15.0  # seconds
 PACKAGES = ("paged-kv", "ray", "torch", "transformers")
@@ -124,8 +124,8 @@ def join(address: str, namespace: str) -> Home:
         if ours != address:
             raise ClusterError(f"this process is connected to the Ray at {ours}, not {address}: call ray.shutdown()")
         return Home(address, connected=False)
-    if not answers(address):
-        raise ClusterError(f"no Ray answers at {address}: give the host:port of its head")
+    if (error := silence(address)) is not None:
+        raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head")
     _compare(cluster_versions(address), address)
     _connect(address, namespace)
     return Home(address, connected=True)
