@@ -94,7 +94,7 @@ def run_head(port: int, cpus: int, starter: int) -> None:
     """The process of a head. It says on stdout when Ray is up, and is told on stdin to stay when its starter ends."""
     import ray
 
-    folder = _folder(f"{LOOPBACK}:{port}")
+    folder, is_up = _folder(f"{LOOPBACK}:{port}"), False
     try:
         with on_loopback():
             ray.init(
@@ -109,6 +109,7 @@ def run_head(port: int, cpus: int, starter: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         sys.stdout.buffer.write(_READY)
         sys.stdout.buffer.flush()
+        is_up = True
         node: Any = ray._private.worker._global_node
         listens, told = True, False
         while not node.dead_processes() and (told or os.getppid() == starter):
@@ -117,7 +118,8 @@ def run_head(port: int, cpus: int, starter: int) -> None:
                 listens, told = False, os.read(0, len(_STAY)) == _STAY  # else the pipe was closed
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_up or os.getppid() != starter:  # else it reads in the log what was wrong
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
