@@ -281,9 +281,7 @@ def drawing(online: dict[int, dict[str, Figures]]) -> str:
     for i, (name, colour) in enumerate(colours.items()):
         parts.append(f'<rect x="{left + 140 * i}" y="272" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{left + 18 + 140 * i}" y="282">{name}</text>')
-    title = (
-        "Share of the prompt tokens that a cache had; above a bar: tokens computed, the most of a replica over the mean"
-    )
+    title = "Share of the prompt tokens that a cache had; above a bar: tokens computed, busiest over mean"
     parts.append(f'<text x="8" y="18">{title}</text>')
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="656" height="296" font-family="sans-serif" font-size="12">'
