@@ -33,9 +33,9 @@ def launch(config: EngineConfig, replicas: int, name: str, address: str | None, 
             cluster = Cluster.launch_config(
                 config, replicas=replicas, name=name, address=address, detach=detach, on_progress=_Progress(replicas)
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # the latter while Ray has SIGTERM
             _say("stopped before the cluster was up: nothing of it is left")
-            return 128 + (told.number or signal.SIGINT)
+            return 128 + (told.number or signal.SIGTERM)
         try:
             print(table(cluster.status()), flush=True)
             if detach:
@@ -61,6 +61,9 @@ def status(name: str, address: str | None) -> int:
 def scale(replicas: int, name: str, address: str | None) -> int:
     with Cluster.connect(name, address) as cluster:
         cluster.scale(replicas)
+        end = time.monotonic() + EVERY  # the table shows them
+        while len(cluster.status()) != replicas and time.monotonic() < end:
+            time.sleep(0.1)
         print(table(cluster.status()))
     return 0
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -104,7 +106,7 @@ def start(namespace: str, *, detached: bool = False) -> Home:
             raise
     if ray.is_initialized():
         return Home(ray.get_runtime_context().gcs_address, connected=False)
-    ray.init(
+    _connect(
         "local",
         num_cpus=node_cpus(),
         object_store_memory=OBJECTS,
@@ -129,12 +131,7 @@ def join(address: str, namespace: str) -> Home:
     except (OSError, ValueError, OverflowError) as error:
         raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head") from None
     _compare(cluster_versions(address), address)
-    try:
-        ray.init(address, **_quiet(namespace))
-    except (RuntimeError, ConnectionError, ValueError) as error:
-        with suppress(Exception):
-            ray.shutdown()
-        raise ClusterError(f"Ray at {address} cannot be joined: {error}") from None
+    _connect(address, **_quiet(namespace))
     return Home(address, connected=True)
 
 
@@ -296,6 +293,22 @@ def _free_per_node() -> dict[str, dict[str, float]]:
 
 def _amount(name: str, value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if name == "memory" else f"{value:g} {name}"
+
+
+def _connect(*args: Any, **settings: Any) -> None:
+    """ray.init. It takes SIGTERM for itself: who had a handler keeps it. Raises ClusterError."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(*args, **settings)
+    except Exception as error:  # noqa: BLE001  some are of no class of their own
+        with suppress(Exception):
+            ray.shutdown()
+        what = "started here" if args[0] == "local" else f"joined at {args[0]}"
+        raise ClusterError(f"Ray cannot be {what}: {error}") from None
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _quiet(namespace: str) -> dict[str, Any]:

@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 MARK = "PAGED_TEST_RUN"
 PAGED = (sys.executable, "-c", "from scheduler.cli import main; main()")
@@ -67,9 +66,16 @@ def until(seconds: float) -> Iterator[None]:
         time.sleep(0.1)
 
 
-def none_left(mark: str, seconds: float, shared: set[Path] = frozenset()) -> Any:  # type: ignore[assignment]
-    """What is there after so many seconds at most; nothing if all is well."""
+def none_left(
+    mark: str, seconds: float, shared: Iterable[Path] = (), but: tuple[str, ...] = ()
+) -> tuple[dict[int, str], set[Path]]:
+    """Processes with this mark, `but` those whose command line begins so, and files of these that are there in the end.
+
+    Waits no longer than so many seconds until there are none.
+    """
+    found = marked(mark)
     for _ in until(seconds):
-        if not marked(mark):
+        found = {pid: line for pid, line in marked(mark).items() if not line.startswith(but)} if but else marked(mark)
+        if not found:
             break
-    return marked(mark), {file for file in shared if file.exists()}
+    return found, {file for file in shared if file.exists()}

@@ -137,6 +137,17 @@ def test_an_address_where_no_ray_is_is_refused(address: str) -> None:
         placement.join(address, "paged-test")
 
 
+def test_a_ray_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def fails(*args: Any, **settings: Any) -> None:
+        raise Exception("timed out")  # noqa: TRY002  as Ray does
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(ClusterError, match="Ray cannot be started here: timed out"):
+        placement.start("paged-test")
+
+
 # R02: room
 
 
