@@ -170,6 +170,18 @@ def over_ray(nodes: tuple[int, ...], requests: int, model: Path) -> dict[int, Fi
     return found
 
 
+def predicted(rays: dict[int, Figures], fakes: dict[int, Figures]) -> Figures:
+    """For the most replicas: what the most over Ray cost, and what routing among more adds to the driver's own share."""
+    near, far = max(rays), max(fakes)
+    least = min(fakes, key=lambda count: abs(count - near))
+    found = Figures()
+    for way in ("many", "one"):
+        us = rays[near][way]["us"] + max(0.0, fakes[far][way]["us"] - fakes[least][way]["us"])
+        found[way] = {"replicas": far, "us": us, "requests_per_s": 1e6 / us, "of_each": 1e6 / us / far}
+        print(f"predicted for {far} replicas, {way} at each: {us:.0f} us, so a core feeds {1e6 / us:.0f} requests/s")
+    return found
+
+
 # 2. Replicas
 
 
@@ -225,6 +237,7 @@ def replicas(requests: list[Figures], turns: int) -> Figures:
         wall = statistics.median(wall for wall, _ in runs)
         share = statistics.median(share for _, share in runs)
         found[name] = {"wall_s": [round(wall, 2) for wall, _ in runs], "tokens_per_s": total / wall}
+        found[name]["requests_per_s"] = len(requests) / wall
         if not name.startswith("LLM"):
             found[name]["driver_cpu_share"] = share
         print(f"{name:28} {wall:6.2f} s, {total / wall:6.1f} tokens/s, this process: {share:.1%} of a core", flush=True)
@@ -295,8 +308,9 @@ def main() -> None:
         make = [sys.executable, str(HOME / "examples" / "make_random_model.py"), "--params", "200K"]
         subprocess.run([*make, "-o", str(model)], check=True, capture_output=True)
         rays = over_ray(nodes, requests, model)
+    far = predicted(rays, fakes)
     found = replicas(w1, turns)
-    report.write(args.output, load_before=before, without_ray=fakes, over_ray=rays, w1=found)
+    report.write(args.output, load_before=before, without_ray=fakes, over_ray=rays, predicted=far, w1=found)
     if args.draw:
         args.draw.write_text(drawing(rays, fakes))
 
