@@ -2,7 +2,8 @@
 
     python benchmarks/bench_cluster.py [--quick] [--output FILE] [--draw FILE.svg]
 
-1. Driver: CPU time of this process for each request, over several thousand prompts of 256 characters, one token each.
+1. Driver: CPU time of this process for each request, over several thousand prompts of 256 characters, one token each;
+   what it takes when idle is apart.
    Over Ray: 1, 2, 4 and 8 nodes on this machine (ray.cluster_utils), a replica with a random model of one layer on
    each. Without Ray: 1, 8, 32 and 100 replicas that are here, know no model and answer at once, so that this is the
    driver's own share: text to digests, routing, pickling, keeping. In two ways: `many` waiting at each replica, where
@@ -43,6 +44,7 @@ from worker.step import SamplingParams
 HOME = Path(__file__).parents[1]
 NODES, FAKES = (1, 2, 4, 8), (1, 8, 32, 100)
 MANY = 64  # requests that wait at a replica
+IDLE_S = 2.0
 OBJECTS = 100 * 2**20  # bytes of a node's object store
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 Figures = dict[str, Any]
@@ -90,8 +92,8 @@ class Fake:
         waits.set_result(([(key, pickle.loads(self._output)) for key in keys], Report(0, EngineStats())))
 
 
-def feed(driver: Driver, requests: int, most: int) -> Figures:
-    """Send so many prompts, `most` of them at once; what it took."""
+def feed(driver: Driver, requests: int, most: int, idle: float = 0.0) -> Figures:
+    """Send so many prompts, `most` of them at once; what it took. idle: share of a core that is not due to them."""
     ended, free = threading.Event(), threading.Semaphore(most)
     left, failed = [requests], list[Result]()
 
@@ -112,17 +114,26 @@ def feed(driver: Driver, requests: int, most: int) -> Figures:
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
     if failed:
         sys.exit(f"{len(failed)} of {requests} requests failed: {failed[0]}")
-    return {"us": cpu / requests * 1e6, "requests_per_s": requests / wall, "cpu_share": cpu / wall}
+    return {"us": (cpu - idle * wall) / requests * 1e6, "requests_per_s": requests / wall, "cpu_share": cpu / wall}
 
 
 def both(driver: Driver, replicas: int, requests: int) -> Figures:
-    """After some to warm up."""
+    """After some to warm up. idle_share: of a core that this process takes when there is nothing to do."""
     feed(driver, requests // 4, MANY * replicas)
-    return {"many": feed(driver, requests, MANY * replicas), "one": feed(driver, requests // 2, replicas)}
+    time.sleep(1)
+    began, cpu = time.perf_counter(), time.process_time()
+    time.sleep(IDLE_S)
+    idle = (time.process_time() - cpu) / (time.perf_counter() - began)
+    found: Figures = {"idle_share": idle}
+    for way, count, most in (("many", requests, MANY * replicas), ("one", requests // 2, replicas)):
+        found[way] = feed(driver, count, most, idle)
+    return found
 
 
 def show(what: str, found: Figures) -> None:
-    for way, figures in found.items():
+    print(f"{what:22} idle: {found['idle_share']:.1%} of a core")
+    for way in ("many", "one"):
+        figures = found[way]
         print(
             f"{what:22} {way:4} at each: {figures['us']:6.0f} us of the driver a request, "
             f"{figures['requests_per_s']:6.0f} requests/s, {figures['cpu_share']:4.0%} of a core",
@@ -167,6 +178,18 @@ def over_ray(nodes: tuple[int, ...], requests: int, model: Path) -> dict[int, Fi
                 show(f"over Ray, {count} nodes", found[count])
     finally:
         ray.shutdown()
+    return found
+
+
+def predicted(rays: dict[int, Figures], fakes: dict[int, Figures]) -> Figures:
+    """For the most replicas: what a request costs over the most nodes, and what routing among more adds to it."""
+    near, far = max(rays), max(fakes)
+    least = min(fakes, key=lambda count: abs(count - near))
+    found = Figures()
+    for way in ("many", "one"):
+        us = rays[near][way]["us"] + max(0.0, fakes[far][way]["us"] - fakes[least][way]["us"])
+        found[way] = {"replicas": far, "us": us, "requests_per_s": 1e6 / us, "of_each": 1e6 / us / far}
+        print(f"predicted for {far} replicas, {way} at each: {us:.0f} us, so a core feeds {1e6 / us:.0f} requests/s")
     return found
 
 
@@ -225,6 +248,7 @@ def replicas(requests: list[Figures], turns: int) -> Figures:
         wall = statistics.median(wall for wall, _ in runs)
         share = statistics.median(share for _, share in runs)
         found[name] = {"wall_s": [round(wall, 2) for wall, _ in runs], "tokens_per_s": total / wall}
+        found[name]["requests_per_s"] = len(requests) / wall
         if not name.startswith("LLM"):
             found[name]["driver_cpu_share"] = share
         print(f"{name:28} {wall:6.2f} s, {total / wall:6.1f} tokens/s, this process: {share:.1%} of a core", flush=True)
@@ -295,8 +319,9 @@ def main() -> None:
         make = [sys.executable, str(HOME / "examples" / "make_random_model.py"), "--params", "200K"]
         subprocess.run([*make, "-o", str(model)], check=True, capture_output=True)
         rays = over_ray(nodes, requests, model)
+    far = predicted(rays, fakes)
     found = replicas(w1, turns)
-    report.write(args.output, load_before=before, without_ray=fakes, over_ray=rays, w1=found)
+    report.write(args.output, load_before=before, without_ray=fakes, over_ray=rays, predicted=far, w1=found)
     if args.draw:
         args.draw.write_text(drawing(rays, fakes))
 

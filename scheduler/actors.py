@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -50,10 +51,10 @@ def _plain(error: BaseException) -> BaseException:
     """An error of Ray's as one of ours: what was raised over there, or what has become of the replica."""
     from ray.exceptions import ActorDiedError, RayTaskError
 
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        return cause if isinstance(cause, PagedError) else ReplicaAway(str(error))
-    return (ReplicaGone if isinstance(error, ActorDiedError) else ReplicaAway)(str(error))
+    if isinstance(error, RayTaskError) and isinstance(error.cause, PagedError):
+        return error.cause
+    text = re.sub(r"\x1b\[\d+m", "", str(error))
+    return ReplicaGone(text) if isinstance(error, ActorDiedError) else ReplicaAway(text)
 
 
 def actor_class(replica: type) -> Any:

@@ -245,9 +245,9 @@ class Dispatcher:
         one = self._replicas.get(index)
         if one is None or not one.up:
             return
-        one.up = False
         if not one.reserved:
             self._router.remove(index)
+        one.up = one.reserved = False
         alone = len(one.keys) == 1 and not one.others
         again = []
         for key in one.keys:

@@ -115,7 +115,7 @@ class Driver:
         with self._changed:
             keys = [key for key in keys if self._sinks.pop(key, None) is not None]
             for index, there in self._dispatcher.abort(keys).items():
-                self._post(partial(self._queue_call, index, "abort", there))
+                self._post(partial(self._abort, index, there))
 
     @property
     def room(self) -> int:
@@ -218,7 +218,8 @@ class Driver:
                     self._open(peer)
             self._dispatcher.tick(now)
             for index, requests in self._dispatcher.send().items():
-                self._queue_call(index, "add", requests)
+                assert self._peers[index].state == "warm"
+                self._calls.append((self._peers[index], "add", (requests,)))
             answers = [
                 (self._sinks.pop(key), result) for key, result in self._dispatcher.answers() if key in self._sinks
             ]
@@ -250,10 +251,10 @@ class Driver:
 
     # With the condition held
 
-    def _queue_call(self, index: int, method: str, *args: Any) -> None:
+    def _abort(self, index: int, keys: list[str]) -> None:
         peer = self._peers.get(index)
-        if peer is not None and peer.state == "warm":
-            self._calls.append((peer, method, args))
+        if peer is not None and peer.state == "warm":  # else its session has ended, and with it the requests
+            self._calls.append((peer, "abort", (keys,)))
 
     def _open(self, peer: Peer) -> None:
         peer.session, peer.opening = f"{self._name}.{next(self._sessions)}", True

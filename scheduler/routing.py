@@ -203,6 +203,9 @@ class Router:
     def add(self, replica: int, room: int, capacity: int, seats: int | None = None) -> None:
         """A replica whose cache is empty. room: most requests it may have of this router's; capacity: tokens its pages
         hold; seats: requests that run there at once, max_num_seqs (unless given, as many as there is room for).
+
+        A driver that keeps all replicas busy gives each twice the room of its share in what it has in flight: where all
+        are full but the one that has just answered, there is nothing to choose.
         """
         assert replica not in self._replicas, f"replica {replica} is there"
         one = self._replicas[replica] = _Replica(replica, room, capacity, room if seats is None else seats)

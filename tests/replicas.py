@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
 from paged import LLM, CheckpointError, EngineConfig
+from scheduler import replica
 from scheduler.replica import Replica
 from scheduler.text import Tokenizer
 from worker.step import Step
@@ -47,7 +48,7 @@ def text(tokens: list[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def fake_llm(config: EngineConfig, executor: FakeExecutor | None = None) -> LLM:
+def fake_llm(config: EngineConfig, executor: FakeExecutor | None = None) -> Any:
     """An LLM over a fake worker."""
     llm: Any = LLM.__new__(LLM)
     llm.tokenizer = words()
@@ -65,6 +66,7 @@ def fake_llm(config: EngineConfig, executor: FakeExecutor | None = None) -> LLM:
 
 class FakeReplica(Replica):
     def __init__(self, config: EngineConfig) -> None:
+        replica.SILENT = 4.0
         if (Path(config.model) / BROKEN).exists():
             raise CheckpointError(f"{config.model} is broken")
         llm = fake_llm(config, SlowExecutor(4097, 16, deadly))

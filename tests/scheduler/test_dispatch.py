@@ -120,6 +120,18 @@ def test_a_busy_replica_takes_nothing_new_until_a_suspect_has_run_there() -> Non
     assert sent(dispatcher) == {0: ["late"]}
 
 
+def test_a_suspect_waits_for_a_replica_that_is_up() -> None:
+    dispatcher, _ = filled(1, 3)
+    for _ in range(2):
+        dispatcher.replica_down(0, now=0.0)
+        dispatcher.replica_up(0, ROOM, 1000)
+        dispatcher.send()
+    dispatcher.replica_down(0, now=1.0)  # it was reserved
+    assert sent(dispatcher) == {}
+    dispatcher.replica_up(0, ROOM, 1000)
+    assert sent(dispatcher) == {0: ["1"]}
+
+
 @pytest.mark.parametrize("line", [True, False])
 def test_who_was_alone_at_two_deaths_is_answered_so(line: bool) -> None:
     dispatcher = Dispatcher()
@@ -245,28 +257,26 @@ def test_a_request_that_kills_its_replica_is_found_and_costs_no_other_its_answer
         dispatcher.replica_down(index, now=0.0)
         for key in poisoned & there[index]:
             deaths[key] += 1
-        there[index] = set()
+        del there[index]
 
-    for _ in range(1000):
+    for _ in range(2000):
         for index in range(replicas):
-            if index not in there or (not there[index] and draw.random() < 0.5):
-                if index in there:
-                    dispatcher.replica_down(index, now=0.0)
+            if index not in there and draw.random() < 0.3:
                 there[index] = set()
                 dispatcher.replica_up(index, ROOM, 1000)
         for index, found in sent(dispatcher).items():
             there[index].update(found)
-        index = draw.randrange(replicas)
+        if not there:
+            continue
+        index = draw.choice(sorted(there))
         bad = poisoned & there[index]
         alone = next(iter(there[index])) if len(there[index]) == 1 else None
         if bad and draw.random() < 0.7:
             die(index)
-            dispatcher.replica_up(index, ROOM, 1000)
         elif kills and there[index] and alone not in hit and not bad and draw.random() < 0.3:
             kills -= 1
             hit.update(() if alone is None else (alone,))
             die(index)
-            dispatcher.replica_up(index, ROOM, 1000)
         elif there[index] - poisoned:
             key = draw.choice(sorted(there[index] - poisoned))
             there[index].remove(key)
