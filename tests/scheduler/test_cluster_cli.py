@@ -5,6 +5,7 @@ One detached cluster serves most tests; launches in the foreground run beside it
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import signal
@@ -24,7 +25,7 @@ from scheduler import cli, cluster_state, placement
 pytestmark = pytest.mark.ray
 # No Ray is there. A local start and a cluster by its name must not care.
 ELSEWHERE = {"RAY_ADDRESS": "127.0.0.1:9"}
-NONE = ({}, set[Path]())  # of processes and shared memory
+NONE = (dict[int, str](), set[Path]())  # of processes and shared memory
 HEADER = ["replica", "state", "node", "pid", "threads", "running", "waiting", "pages", "used", "tokens", "restarts"]
 
 
@@ -143,7 +144,7 @@ def test_other_packages_of_a_replica_are_one_warning_line(
     detached: Place, here: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """R06"""
-    real = placement.version
+    real = importlib.metadata.version
     monkeypatch.setattr(placement, "version", lambda name: "2.1.0" if name == "torch" else real(name))
     assert cli.run(["status"]) == 0
     (line,) = [line for line in lines(capsys) if "warning" in line]

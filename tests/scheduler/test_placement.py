@@ -71,7 +71,7 @@ def actor(**options: Any) -> Any:
 
             return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
 
-    return ray.remote(Seer).options(**options).remote()  # type: ignore[attr-defined]
+    return ray.remote(Seer).options(**options).remote()
 
 
 # R06: versions, before anything else
