@@ -25,7 +25,7 @@ from scheduler import cli, cluster_state, placement
 pytestmark = pytest.mark.ray
 # No Ray is there. A local start and a cluster by its name must not care.
 ELSEWHERE = {"RAY_ADDRESS": "127.0.0.1:9"}
-NONE = ({}, set[Path]())  # of processes and shared memory
+NONE = (dict[int, str](), set[Path]())  # of processes and shared memory
 HEADER = ["replica", "state", "node", "pid", "threads", "running", "waiting", "pages", "used", "tokens", "restarts"]
 
 
