@@ -16,6 +16,7 @@ from paged.allocator import NULL_PAGE, BlockAllocator
 from paged.block_table import BlockTable, pages_for
 from paged.errors import (
     CheckpointError,
+    ClusterError,
     ConfigError,
     EngineClosed,
     InvariantError,
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
     from paged.pool import KVPool
     from scheduler.async_llm import AsyncLLM
     from scheduler.beam import BeamSearchParams
+    from scheduler.cluster import Cluster, ReplicaStatus
     from scheduler.config import EngineConfig
     from scheduler.engine import Engine
     from scheduler.llm import LLM
     from scheduler.metrics import Metrics, MetricsSummary, Percentiles
     from scheduler.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from scheduler.policy import Limits, Rules
-    from worker.executor import Executor
+    from scheduler.ray_data import Generate
+    from worker.executor import Executor, WorkerLost
     from worker.step import SamplingParams, Step, StepResult, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -65,6 +68,9 @@ __all__ = [
     # the engine
     "LLM",
     "AsyncLLM",
+    "Cluster",
+    "ReplicaStatus",
+    "Generate",
     "SamplingParams",
     "StructuredOutputsParams",
     "BeamSearchParams",
@@ -86,6 +92,7 @@ __all__ = [
     # errors
     "PagedError",
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "EngineClosed",
     "InvariantError",
@@ -94,6 +101,7 @@ __all__ = [
     "RequestError",
     "RequestFailed",
     "StepError",
+    "WorkerLost",
 ]
 
 _FORWARDED = {
@@ -101,6 +109,9 @@ _FORWARDED = {
     "KVPool": "paged.pool",
     "LLM": "scheduler.llm",
     "AsyncLLM": "scheduler.async_llm",
+    "Cluster": "scheduler.cluster",
+    "ReplicaStatus": "scheduler.cluster",
+    "Generate": "scheduler.ray_data",
     "RequestOutput": "scheduler.outputs",
     "CompletionOutput": "scheduler.outputs",
     "Logprob": "scheduler.outputs",
@@ -115,6 +126,7 @@ _FORWARDED = {
     "Limits": "scheduler.policy",
     "Rules": "scheduler.policy",
     "Executor": "worker.executor",
+    "WorkerLost": "worker.executor",
     "SamplingParams": "worker.step",
     "Step": "worker.step",
     "StepResult": "worker.step",

@@ -2,6 +2,7 @@
 
     PagedError
     ├── ConfigError      a setting is unknown or has a value that cannot work      (also a ValueError)
+    │   └── ClusterError     of a Ray cluster: there is none, it has no room, or versions differ
     ├── CheckpointError  a model cannot be found, fetched or loaded as it is
     ├── RequestError     a request is refused; no other request notices            (also a ValueError)
     ├── RequestFailed    a request was accepted and ended without its answer; the cause is chained
@@ -23,6 +24,10 @@ class PagedError(Exception):
 
 class ConfigError(PagedError, ValueError):
     """A setting is unknown or has a value that cannot work."""
+
+
+class ClusterError(ConfigError):
+    """A Ray cluster cannot be had as it was asked for: there is none, it has no room, or versions differ."""
 
 
 class CheckpointError(PagedError):

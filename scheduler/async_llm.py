@@ -31,6 +31,7 @@ from scheduler.llm import LLM, Prompt
 from scheduler.outputs import RequestOutput, join
 from scheduler.request import Request
 from scheduler.text import prompt_salt, prompt_tokens
+from worker.executor import WorkerLost
 from worker.step import SamplingParams
 
 T = TypeVar("T")
@@ -44,8 +45,9 @@ class AsyncLLM:
     before the event loop runs, or by `await asyncio.to_thread(AsyncLLM, "smollm2")`.
 
     A request ends once: by its last output, or by an exception in who waits for it. RequestError: it was refused.
-    RequestFailed: the step that computed it raised, which is chained; other requests go on. EngineClosed. A task that
-    is cancelled, or leaves `async for`, aborts its request.
+    RequestFailed: the step that computed it raised, which is chained; other requests go on. EngineClosed; WorkerLost
+    is chained to it where a worker was lost and the engine with it. A task that is cancelled, or leaves `async for`,
+    aborts its request.
 
     Raises ConfigError for a bad setting, CheckpointError for a model that cannot be had.
     """
@@ -282,6 +284,8 @@ class _EngineThread:
         engine = self._engine
         try:
             outputs = engine.step() if engine.has_work else []
+        except WorkerLost:  # no step will ever run again: the thread ends, and with it every request
+            raise
         except BaseException as error:  # noqa: BLE001  whatever a worker raises, it ends the requests of this step only
             for request_id in engine.failed or tuple(self._mailboxes):
                 self._fail(request_id, f"the step that computed this request raised {shown(error)}", error)

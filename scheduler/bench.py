@@ -147,7 +147,8 @@ class Bench:
         self._multiply = 2 * matrices / layers, 2 * embedding / head
         # Of an embedding that is not the head itself a step reads few rows.
         apart = llm.plan.backend == "native" or not model.tie_word_embeddings
-        read = llm.plan.weight_bytes - (embedding * DTYPE_BYTES[llm.plan.dtype] if apart else 0)
+        tables = llm.plan.tensor_parallel_size if apart else 0
+        read = llm.plan.weight_bytes - embedding * DTYPE_BYTES[llm.plan.dtype] * tables
         self._read = read / ceilings["read_bytes_per_s"]
 
     def run(self, requests: list[dict[str, Any]]) -> Sample:
@@ -186,12 +187,14 @@ class Bench:
             return {}
         native = dict(self._profile)
         linear, attention = native.pop("linear", 0.0), native.pop("attention", 0.0)
+        sums = native.pop("sum", 0.0)  # where there are several workers
         small = sum(native.values())
         return {
             "linears": linear,
             "attention": attention,
             "small operations": small,
-            "inputs and sampling": executor - linear - attention - small,
+            **({"sums over workers": sums} if sums else {}),
+            "inputs and sampling": executor - linear - attention - sums - small,
             "scheduling and text": wall - executor,
         }
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -21,17 +20,20 @@ from paged import __version__
 from paged.errors import ConfigError, PagedError
 from scheduler.config import EngineConfig
 
-if TYPE_CHECKING:
-    from scheduler.jobs import JobProgress
-    from scheduler.metrics import MetricsSummary
-
-SOME_FAILED = 3  # exit code of a job that finished, with lines that were refused
 STOPPED = 130  # exit code after Ctrl-C, as in a shell
 # Newer typers bring their own copy of click: its base of all usage errors is found through what typer shows of them.
 ClickException: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, help="Batched generation over a paged KV cache."
 )
+
+
+class _Ended(Exception):
+    """A command has ended, with its exit code, and has said what there is to say."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -123,33 +125,53 @@ def _text(file: Path) -> str:
 @app.command()
 @with_settings
 def batch(
-    input_path: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, in OpenAI's batch format")],
+    input_path: Annotated[
+        str,
+        typer.Argument(metavar="IN.jsonl", help="requests, in OpenAI's batch format: a file, - or a URL; .gz, .zst"),
+    ],
     *,
     config: EngineConfig,
-    output_path: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="where answers go")],
+    output_path: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="OUT.jsonl", help="where answers go: a file, - or a URL")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
+    ordered: Annotated[bool, typer.Option("--ordered", help="answers in the order of the input")] = False,
+    retry_failed: Annotated[
+        str | None,
+        typer.Option(metavar="OLD.jsonl", help="copy the answers of this output, run its failed lines again"),
+    ] = None,
+    group: Annotated[bool, typer.Option("--group/--no-group", help="bring shared prefixes together")] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check every line, estimate the time, run nothing")
+    ] = False,
     metrics_path: Annotated[
         Path | None, typer.Option("--metrics", metavar="FILE.prom", help="write Prometheus metrics there at the end")
     ] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="send the job to this running cluster")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="make a Ray cluster of so many for the job")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="of the Ray cluster [one on this machine]")
+    ] = None,
 ) -> None:
-    """Answer a file of requests. Exit code 0: every line was answered; 3: some were refused, and say why."""
-    from scheduler import prometheus
-    from scheduler.jobs import check_paths, run_job
+    """Answer a file of requests, each line once: killed or stopped, the same command goes on.
 
-    total = check_paths(input_path, output_path, overwrite)
-    if metrics_path is not None:
-        prometheus.check(metrics_path, input_path, output_path)
-    from scheduler.llm import LLM
+    Exit code 0: every line was answered; 3: some were refused, and say why; 130: Ctrl-C.
+    """
+    from scheduler import batch_cli
+    from scheduler.job_files import JobFiles
+    from scheduler.lines import is_url
 
-    llm = LLM.from_config(config)
-    print(f"paged: {llm.plan.sizing}", file=sys.stderr)
-    with _Bar(total) as bar:
-        progress = run_job(llm, input_path, output_path, overwrite=overwrite, on_progress=bar.update)
-    _print_summary(progress, llm.engine.metrics.summary(), output_path)
-    if metrics_path is not None:
-        prometheus.write(llm.engine.metrics, metrics_path)
-    if progress.failed:
-        raise typer.Exit(SOME_FAILED)
+    if dry_run:
+        from scheduler import dry_run as dry
+
+        raise typer.Exit(dry.run(input_path, config))
+    if output_path is None:
+        raise ConfigError("say where answers go: --output OUT.jsonl, or - for stdout")
+    url = output_path if is_url(output_path) else None
+    place = str(batch_cli.local_output(url, overwrite)) if url else output_path
+    files = JobFiles(input_path, place, overwrite, ordered, group, retry_failed)
+    where = batch_cli.Where(cluster, replicas, address)
+    raise _Ended(batch_cli.run(files, url, config, where, metrics_path))
 
 
 @app.command()
@@ -197,6 +219,56 @@ def plan_command(
     plan_cli.run(config, trace, output, ttft_p99, itl_p99, max_replicas, cost, save_cost)
 
 
+_Name = Annotated[str, typer.Option("--name", help="of the cluster")]
+_Address = Annotated[str | None, typer.Option("--address", metavar="HOST:PORT", help="of the head of a running Ray")]
+
+
+@app.command()
+@with_settings
+def launch(
+    *,
+    config: EngineConfig,
+    replicas: Annotated[int, typer.Option(min=1, help="engines, each with the whole model")] = 1,
+    name: _Name = "default",
+    address: _Address = None,
+    detach: Annotated[bool, typer.Option("--detach", help="leave it running, until `paged stop`")] = False,
+) -> None:
+    """Start a Ray cluster of replicas, or join one; wait until they are warm, and stay. Settings are of one replica."""
+    from scheduler import cluster_cli
+
+    if code := cluster_cli.launch(config, replicas, name, address, detach):
+        raise typer.Exit(code)
+
+
+@app.command()
+def status(*, name: _Name = "default", address: _Address = None) -> None:
+    """The replicas of a cluster, and how they stand."""
+    from scheduler import cluster_cli
+
+    cluster_cli.status(name, address)
+
+
+@app.command()
+def scale(
+    replicas: Annotated[int, typer.Argument(min=1, help="how many there are to be")],
+    *,
+    name: _Name = "default",
+    address: _Address = None,
+) -> None:
+    """Start more replicas of a cluster that runs, or end some."""
+    from scheduler import cluster_cli
+
+    cluster_cli.scale(replicas, name, address)
+
+
+@app.command()
+def stop(*, name: _Name = "default", address: _Address = None) -> None:
+    """End a cluster: its replicas, and Ray where `paged launch` started it."""
+    from scheduler import cluster_cli
+
+    cluster_cli.stop(name, address)
+
+
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
@@ -236,13 +308,14 @@ def bench_offline(
     bench.check(llm, workloads)
     if profile and llm.plan.backend != "native":
         raise ConfigError(f"a profile needs the native kernels, and the backend is {llm.plan.backend}")
-    found = measure(llm.plan.threads, dict.fromkeys(bench.formats(llm)))
+    found = measure(llm.plan.threads * llm.plan.tensor_parallel_size, dict.fromkeys(bench.formats(llm)))
     print(f"{'memory read, GB/s':34}{found['read_bytes_per_s'] / 1e9:8.1f}")
     for format_ in dict.fromkeys(bench.formats(llm)):
         name = f"{format_} multiply, 10^9 operations/s"
         print(f"{name:34}{found[f'{format_}_operations_per_s'] / 1e9:8.0f}")
-    kind = config.quantization or llm.plan.dtype
-    print(f"{llm.model_name}, {kind}, {llm.plan.threads} threads, {llm.plan.backend_reason}", flush=True)
+    kind, size = config.quantization or llm.plan.dtype, llm.plan.tensor_parallel_size
+    workers = f"{size} workers of " if size > 1 else ""
+    print(f"{llm.model_name}, {kind}, {workers}{llm.plan.threads} threads, {llm.plan.backend_reason}", flush=True)
 
     def report(name: str, turn: int, sample: bench.Sample) -> None:
         print(f"paged: {name} run {turn + 1}: {sample.wall_s:.2f} s", file=sys.stderr, flush=True)
@@ -252,59 +325,6 @@ def bench_offline(
         print(text)
     if json_path is not None:
         json_path.write_text(json.dumps(bench.about() | {"ceilings": found, "results": results}, indent=1) + "\n")
-
-
-class _Bar:
-    """Progress on stderr: a bar on a terminal, else a line every few seconds."""
-
-    EVERY = 5.0  # seconds
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._total = total
-        console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("", total=total, state="")
-        self._next = time.monotonic() + self.EVERY
-
-    def __enter__(self) -> _Bar:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, progress: JobProgress) -> None:
-        stats, done = progress.stats, progress.ok + progress.failed
-        state = (
-            f"{progress.tokens_per_second:.0f} tokens/s, {stats.running} running, "
-            f"{stats.used_pages} of {stats.total_pages} pages"
-        )
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, state=state)
-        elif time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.EVERY
-            print(f"paged: {done} of {self._total} requests, {state}", file=sys.stderr, flush=True)
-
-
-def _print_summary(progress: JobProgress, summary: MetricsSummary, output_path: Path) -> None:
-    rows = [
-        ("answered", f"{progress.ok} ok, {progress.failed} failed"),
-        ("prompt tokens", f"{progress.prompt_tokens:,}"),
-        ("output tokens", f"{progress.output_tokens:,}"),
-        ("time", f"{progress.seconds:.1f} s, {progress.tokens_per_second:.1f} output tokens/s"),
-        *summary.rows(),
-        ("output", str(output_path)),
-    ]
-    for name, value in rows:
-        print(f"{name:14} {value}", file=sys.stderr)
 
 
 @app.callback(invoke_without_command=True)
@@ -330,6 +350,8 @@ def run(arguments: list[str]) -> int:
         result = app(arguments, standalone_mode=False)
     except ClickException as error:
         return _fail(error.format_message())  # type: ignore[attr-defined]  # all click errors have it
+    except _Ended as ended:
+        return ended.code
     except PagedError as error:
         return _fail(str(error))
     except OSError as error:  # a file that may not be read, a full disk

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
+import sys
 import threading
+import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,9 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from paged.errors import ConfigError, RequestError, RequestFailed
-from scheduler import placement
+from paged.errors import ClusterError, ConfigError, RequestError, RequestFailed
+from scheduler import cluster_state, placement
 from scheduler.actors import CALLS, PREFIX, RayLink, Watcher, actor_class, end_replica, indices_of, restarts
+from scheduler.cluster_state import ClusterState
 from scheduler.config import EngineConfig
 from scheduler.desk import LineRequest, PromptRequest, Response, Result
 from scheduler.driver import Driver, Peer, State
@@ -58,16 +62,19 @@ class Cluster:
     the only one.
     """
 
-    def __init__(self, home: placement.Home, namespace: str, detached: bool) -> None:
-        self._home, self._namespace, self._detached = home, namespace, detached
+    def __init__(self, home: placement.Home, name: str | None, detached: bool) -> None:
+        self._home, self._detached = home, detached
+        self._namespace = _namespace(name)
         self._replica: type = Replica
         self._driver = Driver()
-        self._watcher = Watcher(self._driver, namespace)
+        self._watcher = Watcher(self._driver, self._namespace)
         self._outbox = _Outbox()
         self._keys: dict[str, str] = {}  # the driver's key, by the caller's
-        self._close = weakref.finalize(
-            self, _let_go, self._watcher, self._driver, home, None if detached else namespace
-        )
+        # Of replicas made here. An actor that is not detached ends with the handle it was made with, and the driver may
+        # have got another one before, from the watcher.
+        self._handles: dict[int, Any] = {}
+        self._let_go = partial(_let_go, self._watcher, self._driver, home, self._namespace, name)
+        self._close = weakref.finalize(self, self._let_go, end=not detached)
         atexit.register(self._close)  # before Ray's own, as it is registered later
 
     @classmethod
@@ -76,17 +83,18 @@ class Cluster:
         model: str = "smollm2",
         *,
         replicas: int = 1,
-        name: str = "default",
+        name: str | None = None,
         address: str | None = None,
         detach: bool = False,
-        placement_timeout: float = 15.0,
+        placement_timeout: float = placement.PLACING,
         **settings: Any,
     ) -> Self:
         """Start replicas of a model, and return when all are warm. Settings are those of EngineConfig, of one replica.
 
-        address: of a Ray cluster to join; None starts Ray here, which ends with this process, or with `detach` goes on
-        until `stop`. Raises ConfigError for what cannot work, CheckpointError for a model that cannot be had, and
-        PlacementError after placement_timeout seconds in which there was no room for them; nothing is left then.
+        name: by which `connect`, also in other processes of this user, finds it. address: of a Ray to join (host:port
+        of its head); None starts Ray here, which ends with this process, or with `detach` goes on until `stop`. Raises
+        ConfigError for what cannot work, CheckpointError for a model that cannot be had, and ClusterError for a name
+        that is taken, versions that differ, or no room within placement_timeout seconds; nothing is left then.
         """
         config = EngineConfig.from_settings(model=model, **settings)
         return cls.launch_config(
@@ -104,39 +112,71 @@ class Cluster:
         config: EngineConfig,
         *,
         replicas: int = 1,
-        name: str = "default",
+        name: str | None = None,
         address: str | None = None,
         detach: bool = False,
-        placement_timeout: float = 15.0,
+        placement_timeout: float = placement.PLACING,
+        on_progress: Callable[[list[ReplicaStatus]], None] = lambda rows: None,
         _replica: type = Replica,
     ) -> Self:
-        """`launch` for settings that are together."""
+        """`launch` for settings that are together. on_progress: called every second until all replicas are warm."""
+        if replicas < 1:
+            raise ConfigError(f"a cluster has at least one replica, not {replicas}")
+        if detach and name is None:
+            raise ConfigError("a detached cluster needs a name, by which it can be found and stopped")
+        there = None if name is None else cluster_state.read(name)
+        if there is not None:
+            raise ClusterError(cluster_state.taken(there.name))
         if Path(config.model).exists():
             config = replace(config, model=str(Path(config.model).resolve()))  # workers start elsewhere
         if address is None:
             plan(config)  # refuses what cannot work before anything is started
-        home = placement.start(address, f"paged-{name}", detach_head=detach)
-        made = cls(home, f"paged-{name}", detach)
+        namespace = _namespace(name)
+        home = placement.start(namespace, detached=detach) if address is None else placement.join(address, namespace)
+        try:
+            if name is not None:
+                _claim(name, home, detach)
+        except BaseException:
+            home.end()
+            raise
+        made = cls(home, name, detach)
         made._replica = _replica
         try:
-            made._add_replicas(config, range(replicas), placement_timeout)
-            made._driver.wait(replicas)
+            made._add_replicas(placement.resolve(config, replicas), range(replicas), placement_timeout)
+            while not made._driver.wait(replicas, 1.0):
+                on_progress(made.status())
+            made._compare()
         except BaseException:
             made.stop()
             raise
         return made
 
     @classmethod
-    def connect(cls, name: str = "default", address: str | None = None) -> Self:
-        """The cluster of this name, once one of its replicas is warm. `close` leaves it as it is."""
-        home = placement.start(address, f"paged-{name}")
-        made = cls(home, f"paged-{name}", detached=True)
+    def connect(cls, name: str = "default", address: str | None = None, *, wait: bool = True) -> Self:
+        """The cluster of this name, once one of its replicas is warm. `close` leaves it as it is.
+
+        address: of its Ray, where another user or machine has launched it. wait: for a warm replica. Raises
+        ClusterError where there is no such cluster.
+        """
+        state = cluster_state.read(name)
+        if address is None and state is None:
+            known = ", ".join(cluster_state.names()) or "none"
+            raise ClusterError(f"no cluster {name}; there are: {known}: start it by `paged launch --name {name}`")
+        home = placement.join(address or state.address, _namespace(name))  # type: ignore[union-attr]
+        if state is not None and state.head and state.address == home.address:
+            home.head = state.pid
+        made = cls(home, name, detached=True)
         try:
-            made._wait_for_one(name)
+            made._find(name, wait)
         except BaseException:
             made.close()
             raise
         return made
+
+    @property
+    def address(self) -> str:
+        """Of its Ray, host:port."""
+        return self._home.address
 
     # Prompts
 
@@ -244,6 +284,11 @@ class Cluster:
         """How every replica stands, by number."""
         return [_status(peer) for peer in self._driver.peers()]
 
+    @property
+    def num_replicas(self) -> int:
+        """How many there are, warm or not."""
+        return self._watcher.look()
+
     def scale(self, replicas: int) -> None:
         """Have so many replicas: starts more, without waiting until they are warm, or ends those of highest number."""
         if replicas < 1:
@@ -253,17 +298,18 @@ class Cluster:
             self._watcher.skip(peer.index)
             self._driver.dismiss(peer.index)
             end_replica(self._namespace, peer.index)
+            placement.release([f"{self._namespace}/{PREFIX}{peer.index}"])
         missing = replicas - len(peers)
         if missing > 0:
             config = next(peer.info.config for peer in peers if peer.info is not None)  # threads and memory: of one
             there = {peer.index for peer in peers}
             free = [index for index in range(replicas + len(peers)) if index not in there]
-            self._add_replicas(config, free[:missing], 15.0)
+            self._add_replicas(config, free[:missing], placement.PLACING)
 
     def stop(self) -> None:
         """End every replica, whoever started it, and Ray where we did."""
         if self._close.detach() is not None:
-            _let_go(self._watcher, self._driver, self._home, self._namespace)
+            self._let_go(end=True)
 
     def close(self) -> None:
         """Let go of the cluster; one that is not detached ends. It may be called again."""
@@ -275,15 +321,28 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _wait_for_one(self, name: str) -> None:
-        if not self._watcher.look():
-            raise ConfigError(f"no cluster {name!r} is there: start it by `paged launch --name {name}`")
+    def _find(self, name: str, wait: bool) -> None:
+        there = self._watcher.look()
+        if not wait:
+            return
+        if not there:
+            raise ClusterError(f"no replica of cluster {name} is there, at {self.address}")
         self._driver.wait(1)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Say which packages of replicas are not those of this process."""
+        for peer in self._driver.peers():
+            found = None if peer.info is None else placement.differences(f"replica {peer.index}", peer.info.versions)
+            if found is not None:
+                print(f"paged: warning: {found}", file=sys.stderr)
 
     def _add_replicas(self, config: EngineConfig, indices: SequenceOf[int], placement_timeout: float) -> None:
-        config, need = placement.resolve(config, len(indices), placement.node_cpus())
+        """With these settings, in which threads and memory are those of one."""
+        need = placement.need_of(config, plan(config, runs_here=False).weight_bytes)
         names = [f"{PREFIX}{index}" for index in indices]
-        placed = placement.place([need] * len(names), placement_timeout, names, self._detached)
+        rooms = [f"{self._namespace}/{name}" for name in names]
+        placed = placement.place([need] * len(names), placement_timeout, rooms, self._detached)
         actor = actor_class(self._replica)
         for index, name, one in zip(indices, names, placed, strict=True):
             handle = actor.options(
@@ -295,6 +354,7 @@ class Cluster:
                 max_concurrency=CALLS,
                 **placement.options(one, 0),
             ).remote(config)
+            self._handles[index] = handle
             self._driver.found(index, RayLink(handle))
 
 
@@ -321,21 +381,39 @@ class _Outbox:
             self._results = [one for one in self._results if one[0] not in keys]
 
 
-def _let_go(watcher: Watcher, driver: Driver, home: placement.Home, namespace: str | None) -> None:
-    """End what belongs to a Cluster here; with a namespace the replicas in it too, and Ray where it is ours."""
+def _namespace(name: str | None) -> str:
+    """In which Ray has the replicas of a cluster."""
+    return f"paged-{uuid.uuid4().hex if name is None else name}"
+
+
+def _claim(name: str, home: placement.Home, detach: bool) -> None:
+    """Take a name. Raises ClusterError where another has it, also one who launched elsewhere over the same Ray."""
+    if indices_of(_namespace(name)):
+        raise ClusterError(cluster_state.taken(name))
+    pid = home.head or (None if detach else os.getpid())
+    born = None if pid is None else cluster_state.born(pid)
+    ClusterState(name, home.address, pid, born, head=home.head is not None).save()
+
+
+def _let_go(
+    watcher: Watcher, driver: Driver, home: placement.Home, namespace: str, name: str | None, *, end: bool
+) -> None:
+    """Let go of what belongs to a Cluster here; to end it is to end its replicas too, and Ray where it is ours."""
     import ray
 
     watcher.end()
     driver.close()
-    if not ray.is_initialized():
-        return
-    if namespace is None:
+    if not end:
         home.leave()
         return
-    with suppress(Exception):  # of a Ray that is gone nothing is left
-        for index in indices_of(namespace):
-            end_replica(namespace, index)
+    if ray.is_initialized():
+        with suppress(Exception):  # of a Ray that is gone nothing is left
+            for index in indices_of(namespace):
+                end_replica(namespace, index)
+                placement.release([f"{namespace}/{PREFIX}{index}"])
     home.end()
+    if name is not None:
+        cluster_state.forget(name, home.address)
 
 
 def _status(peer: Peer) -> ReplicaStatus:

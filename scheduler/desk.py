@@ -70,6 +70,11 @@ class Desk:
         """Requests whose result no step has returned."""
         return len(self._keys) + len(self._results)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do or to return, if only what is left of requests that failed."""
+        return bool(self._keys or self._results or self._ended)
+
     def add(self, key: str, request: AnyRequest) -> None:
         """Queue a request; what is wrong with it is its result. A key may come again when its result was returned."""
         assert key not in self._ids, f"key {key} is in use"

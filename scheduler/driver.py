@@ -146,7 +146,7 @@ class Driver:
                 never = peer.state == "starting" and peer.failures >= MOST_LOADS
                 if peer.error is not None and peer.info is None and (peer.state == "lost" or never):
                     raise peer.error
-            return sum(peer.state == "warm" for peer in self._peers.values()) >= replicas
+            return sum(peer.report is not None and peer.state == "warm" for peer in self._peers.values()) >= replicas
 
         with self._changed:
             return self._changed.wait_for(ended, timeout)
@@ -284,7 +284,7 @@ class Driver:
                 self._retire(peer)
             peer.info, peer.state, peer.opening, peer.failures, peer.error = info, "warm", False, 0, None
             self._dispatcher.replica_up(peer.index, info.room, info.capacity, info.load_s)
-            self._calls.append((peer, "take", (POLL,)))
+            self._calls.append((peer, "take", (0.0,)))  # for its report
         elif method == "take":
             results, peer.report = future.result()
             self._dispatcher.results(peer.index, results, peer.report.requests)

@@ -1,39 +1,97 @@
-"""Jobs: a file of OpenAI batch lines in, a file of OpenAI batch output lines out.
+"""Jobs: a file of OpenAI batch lines in, a file of OpenAI batch output lines out, each line answered exactly once.
 
 Lines are read as they are needed and answers are written as they finish, so neither file is ever held whole. A line
-that cannot be answered costs one error record and nobody else anything; only blank lines have no record.
+that cannot be answered costs one error record and nobody else anything; only blank lines have no record. What answers
+is an `Answerer`: an LLM in this process, or a cluster. docs/jobs.md says what is promised.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import random
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from paged.errors import ConfigError, RequestError, shown
 from scheduler import openai
+from scheduler.desk import Desk, LineRequest, Response
+from scheduler.job_files import JobFiles, Stream, about
+from scheduler.journal import Index, OldOutput, Output
+from scheduler.lines import CustomIds, Line, Source, is_pipe, is_url, prefix_key, request_of
 from scheduler.llm import LLM
-from scheduler.outputs import EngineStats, RequestOutput
-from worker.step import SamplingParams
+from scheduler.outputs import EngineStats
 
-WINDOW = 4  # requests in the engine at once, as a multiple of max_num_seqs
+ROOM = 4  # requests in the engine at once, as a multiple of max_num_seqs
+FIRST_WINDOW, MOST_WINDOW = 512, 16_384  # lines among which shared prefixes are brought together
+WINDOW_BYTES = 32 << 20
+COUNTED_BYTES = 256 << 20  # of the input, read before the job to count its lines: takes about a second
+WAIT_S = 0.2  # for lines, or for answers, between two looks at whether we are to stop
+
+
+class Answerer(Protocol):
+    """What answers requests under keys. None of its methods raises for what is wrong with a request."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def room(self) -> int:
+        """Most requests that are to be with it and not answered; it may change."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def add(self, key: str, request: LineRequest) -> None: ...
+
+    def take(self, timeout: float) -> list[tuple[str, Response]]:
+        """What is answered; waits at most so many seconds for it, or runs a step."""
+
+    def abort(self, keys: Collection[str]) -> None: ...
+
+
+class LocalAnswerer:
+    """Implements Answerer over an LLM in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._desk = Desk(llm)
+        self.model_name = llm.model_name
+        self.room = ROOM * llm.config.max_num_seqs
+        self.stats = llm.engine.stats
+
+    def add(self, key: str, request: LineRequest) -> None:
+        self._desk.add(key, request)
+
+    def take(self, timeout: float) -> list[tuple[str, Response]]:
+        results = self._desk.step()
+        while not len(self._desk) and self._desk.has_work:  # what is left of requests that failed
+            results += self._desk.step()
+        return [(key, result) for key, result in results if isinstance(result, Response)]
+
+    def abort(self, keys: Collection[str]) -> None:
+        self._desk.abort(list(keys))
 
 
 @dataclass(slots=True)
 class JobProgress:
-    """How far a job is; `stats` are the engine's, and go on changing."""
+    """How far a job is; `stats` are what the answerer's are now."""
 
     stats: EngineStats
-    ok: int = 0
-    failed: int = 0
+    ok: int = 0  # lines that have an answer, those of earlier runs of the job included
+    failed: int = 0  # lines that have an error record, likewise
+    before: int = 0  # of both, from earlier runs
+    copied: int = 0  # of ok, from the output that --retry-failed names
     prompt_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
     output_before: int = 0  # tokens that the engine had generated before the job
+    stopped: int | None = None  # the signal that stopped the job
 
     @property
     def tokens_per_second(self) -> float:
@@ -41,180 +99,303 @@ class JobProgress:
         return (self.stats.output_tokens - self.output_before) / self.seconds if self.seconds else 0.0
 
 
-def check_paths(input_path: Path, output_path: Path, overwrite: bool) -> int:
-    """Refuse what cannot work before a model is loaded. Returns the number of requests. Raises ConfigError."""
-    if not input_path.is_file():
-        raise ConfigError(f"input {input_path} {'is no file' if input_path.exists() else 'does not exist'}")
-    if output_path.is_dir() or not output_path.parent.is_dir():
-        raise ConfigError(f"output {output_path} is a folder, or in a folder that does not exist")
-    if output_path.exists():
-        if output_path.samefile(input_path):
-            raise ConfigError(f"output {output_path} is the input: name another file")
-        if not overwrite:
-            raise ConfigError(f"output {output_path} exists: name another file, or give --overwrite")
-    if not os.access(input_path, os.R_OK):
-        raise ConfigError(f"input {input_path} may not be read by this user")
-    if not os.access(output_path if output_path.exists() else output_path.parent, os.W_OK):
-        raise ConfigError(f"output {output_path} may not be written by this user: name another place")
-    with input_path.open("rb") as lines:
-        number = sum(1 for _ in _filled(lines))
-    if number == 0:
-        raise ConfigError(f"input {input_path} has no request: write one JSON object a line, in OpenAI's batch format")
-    return number
+class Stopped(KeyboardInterrupt):
+    """A signal that stops us at once."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
-def run_job(
-    llm: LLM,
-    input_path: Path,
-    output_path: Path,
-    *,
-    overwrite: bool = False,
-    on_progress: Callable[[JobProgress], None] = lambda progress: None,
-) -> JobProgress:
-    """Answer every line of the input; `on_progress` is called after every step.
+class Stop:
+    """As a context: SIGINT and SIGTERM end a job after its step. A second one, or one outside of a job, raises."""
 
-    Raises ConfigError for paths that cannot work. If a step raises, so does this; answers written stay.
-    """
-    check_paths(input_path, output_path, overwrite)
-    with input_path.open("rb") as lines, output_path.open("wb") as output:
-        return _Job(llm, output).run(lines, on_progress)
+    def __init__(self) -> None:
+        self.number: int | None = None  # of the signal that came
+        self.gently = False  # whether somebody looks at `number`
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._came) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def renew(self) -> None:
+        """Take the signals back from a library that took them meanwhile, as Ray does."""
+        for number in self._before:
+            signal.signal(number, self._came)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _came(self, number: int, _: object) -> None:
+        if self.number is not None or not self.gently:
+            raise Stopped(number)
+        self.number = number
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A line whose answer is being computed."""
 
-    record_id: str
-    custom_id: str
-    chat: bool
-    params: SamplingParams
+    line: int
+    digest: str
+    custom_id: str | None
 
 
-class _Job:
-    def __init__(self, llm: LLM, output: BinaryIO) -> None:
-        self.llm = llm
-        self.output = output
-        self.progress = JobProgress(llm.engine.stats, output_before=llm.engine.stats.output_tokens)
-        self.pending: dict[str, _Pending] = {}
-        self.ended: set[str] = set()  # without an answer, and whose empty outputs are still to come
-        self.first_lines: dict[str, int] = {}  # of each custom_id
-        self.records = 0
+class Job:
+    """A job on its files: opened, locked and recovered before a model is loaded, then run once, then closed.
 
-    def run(self, lines: BinaryIO, on_progress: Callable[[JobProgress], None]) -> JobProgress:
-        start = time.perf_counter()
-        engine, window = self.llm.engine, WINDOW * self.llm.config.max_num_seqs
-        source = _filled(lines)
+    depends: the model and the settings that the tokens depend on, by name. seed: draws those of lines without one.
+    total: lines that are not blank, None where the input cannot be read twice, or is too long to be.
+    Raises ConfigError for files that cannot be used, and where a line has changed since it was answered.
+    """
+
+    def __init__(self, files: JobFiles, depends: dict[str, Any], seed: int | None = None) -> None:
+        self.files = files
+        described = depends | {
+            "ordered": files.ordered,
+            "retry_failed": None if files.retry_failed is None else str(Path(files.retry_failed).resolve()),
+            "_input": files.input,
+            "_seeds": random.getrandbits(63) if seed is None else seed,
+        }
+        with ExitStack() as opened:
+            self.old: OldOutput | None = None
+            if files.retry_failed is not None:
+                self.old = OldOutput(Path(files.retry_failed))
+                opened.callback(self.old.close)
+            if files.streams:
+                self.output: Output | Stream = Stream(files.output, described)
+            else:
+                self.output = Output(Path(files.output), described, files.overwrite)
+            opened.callback(self.output.close)
+            self.answered = Index() if files.overwrite else self.output.index
+            self.total = self._looked_through()
+            self.close = opened.pop_all().close
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every line has its record already."""
+        return self.total is not None and len(self.answered) == self.total
+
+    def _looked_through(self) -> int | None:
+        """Count the lines, and compare those that are answered."""
+        if is_pipe(self.files.input):
+            return None
+        source = Source(self.files.input)
         try:
-            while True:
-                while len(self.pending) < window and (line := next(source, None)) is not None:
-                    self.accept(*line)
-                if not self.pending and not self.ended:
-                    return self.progress
-                try:
-                    for output in self.llm.collect((*self.pending, *self.ended)):
-                        if output.request_id in self.ended:
-                            self.ended.remove(output.request_id)  # it has its record
-                        else:
-                            self.answer(output)
-                except Exception as error:
-                    ended = [one for one in engine.failed if one in self.pending and not engine.is_live(one)]
-                    if not ended:
-                        raise  # the step itself failed, or an answer cannot be written
-                    for request_id in ended:
-                        self.fail(request_id, error)
-                self.progress.seconds = time.perf_counter() - start
-                on_progress(self.progress)
+            return self._counted(source)
         finally:
+            source.close()
+
+    def _counted(self, source: Source) -> int | None:
+        known = [index for index in (self.answered, self.old.index if self.old else Index()) if index]
+        total, last = 0, max((index.last for index in known), default=0)
+        number = size = 0
+        while not source.ended:
+            for line in source.take(1024, WINDOW_BYTES, 0):
+                total, number, size = total + 1, line.number, size + len(line.raw)
+                for index in known:
+                    self._check_same(line, index)
+            if number > last and not source.ended and (size > COUNTED_BYTES or is_url(self.files.input)):
+                return None
+        if total == 0:
+            raise ConfigError(
+                f"input {self.files.input} has no request: write one JSON object a line, in OpenAI's batch format"
+            )
+        if number < last:
+            raise ConfigError(
+                f"line {last} was answered, and input {self.files.input} ends with line {number} now: give the same "
+                "input, --overwrite, or another output"
+            )
+        return total
+
+    def _check_same(self, line: Line, index: Index) -> None:
+        if line.number in index and index.digest(line.number) != line.digest:
+            raise ConfigError(
+                f"line {line.number} has changed since it was answered: it begins {shown(line.raw[:60])[1:]} now. Give "
+                "the same input, --overwrite, or another output"
+            )
+
+    def run(
+        self,
+        answerer: Answerer,
+        on_progress: Callable[[JobProgress], None] = lambda progress: None,
+        stop: Stop | None = None,
+    ) -> JobProgress:
+        """Answer every line that has no record; `on_progress` is called after every step.
+
+        If a step raises, so does this; answers written stay. Raises OSError where the output cannot be written.
+        """
+        return _Run(self, answerer, on_progress, stop or Stop()).run()
+
+
+class _Run:
+    def __init__(self, job: Job, answerer: Answerer, on_progress: Callable[[JobProgress], None], stop: Stop) -> None:
+        self.job, self.files, self.output, self.answerer = job, job.files, job.output, answerer
+        self.on_progress, self.stop = on_progress, stop
+        known, stats = job.answered, answerer.stats
+        self.progress = JobProgress(stats, known.ok, known.failed, before=len(known), output_before=stats.output_tokens)
+        self.source = Source(job.files.input)
+        self.window: deque[tuple[Line, str]] = deque()  # to be handed over: line and custom_id
+        self.limit = FIRST_WINDOW
+        self.pending: dict[str, _Pending] = {}
+        self.ids = CustomIds()
+        self.order: deque[int] = deque()  # with --ordered: lines that were read and have no record
+        self.held: dict[int, tuple[str, int | str, bytes]] = {}  # and records that wait for an earlier one
+
+    def run(self) -> JobProgress:
+        start = time.perf_counter()
+        self.output.start()
+        self.stop.gently = True
+        try:
+            while self.stop.number is None:
+                self.hand_over()
+                if not self.pending and not self.window and self.source.ended:
+                    break
+                if self.pending or self.window:
+                    for key, response in self.answerer.take(WAIT_S):
+                        self.answer(self.pending.pop(key), response)
+                self.output.flush()
+                self.progress.stats = self.answerer.stats
+                self.progress.seconds = time.perf_counter() - start
+                self.on_progress(self.progress)
+            self.output.flush(force=True)
+        except BaseException:
+            with suppress(OSError):
+                self.output.flush(force=True)
+            raise
+        finally:
+            self.stop.gently = False
+            self.progress.stopped = self.stop.number
             self.progress.seconds = time.perf_counter() - start
-            for request_id in self.pending:  # a step raised, or the user stopped us
-                engine.abort(request_id)
+            self.source.close()
+            self.answerer.abort(self.pending.keys())  # a step raised, or we are to stop
+        if self.progress.stopped is None and not self.progress.ok + self.progress.failed:
+            raise ConfigError(f"input {self.files.input} has no request: no line of it is more than blank")
+        return self.progress
 
-    def accept(self, number: int, raw: bytes) -> None:
-        """Queue the request of a line, or write its error record."""
-        record_id, custom_id = f"line-{number}", None
+    def hand_over(self) -> None:
+        """Fill what room there is."""
+        while self.stop.number is None and len(self.pending) < max(1, self.answerer.room):
+            if not self.window:
+                behind = self.files.ordered and len(self.order) > FIRST_WINDOW
+                if self.source.ended or behind or not self.refill(0 if self.pending else WAIT_S):
+                    return
+                continue
+            line, custom_id = self.window.popleft()
+            request = request_of(line.raw)
+            body = request.get("body")
+            if isinstance(body, dict) and body.get("seed") is None:
+                body["seed"] = self.seed(line.number)
+            key = str(line.number)
+            self.pending[key] = _Pending(line.number, line.digest, custom_id)
+            self.answerer.add(key, LineRequest(request.get("method"), request.get("url"), body))
+
+    def seed(self, number: int) -> int:
+        """The same for a line whatever is restarted."""
+        text = f"{self.output.about['_seeds']} {number}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def refill(self, wait: float) -> bool:
+        """Read the next window; whether there was anything to read."""
+        # In order, nothing is written while the first of a window waits: so it is no more than what is in flight.
+        limit = min(FIRST_WINDOW, max(1, self.answerer.room)) if self.files.ordered else self.limit
+        lines = self.source.take(limit, WINDOW_BYTES, wait)
+        self.limit = min(2 * self.limit, MOST_WINDOW)
+        found = [(key, line, custom_id) for line in lines for key, custom_id in self.accept(line)]
+        if self.files.group:
+            found.sort(key=lambda one: one[0])
+        self.window.extend((line, custom_id) for _, line, custom_id in found)
+        self.output.flush()
+        return bool(lines)
+
+    def accept(self, line: Line) -> list[tuple[str, str]]:
+        """Its prompt as `prefix_key` has it, and its custom_id; nothing of a line that gets its record here."""
+        job, request, given, refused = self.job, dict[str, Any](), None, None
         try:
-            line = _object(raw)
-            given = line.get("custom_id")
+            request = request_of(line.raw)
+            given = request.get("custom_id")
+            self.ids.check(given, line.number)
+        except RequestError as error:
+            refused = error
+        if line.number in job.answered:
+            if self.source.live:  # else all of them were compared before
+                job._check_same(line, job.answered)
+            return []
+        if self.files.ordered:
+            self.order.append(line.number)
+        if job.old is not None and job.old.index.is_ok(line.number):
+            job._check_same(line, job.old.index)
+            self.progress.copied += 1
+            self.finish(line.number, line.digest, 200, job.old.record(line.number))
+        elif refused is not None:
+            body = openai.error_body(f"line {line.number}: {refused}", refused.param)
             custom_id = given if isinstance(given, str) else None
-            self.queue(record_id, self.checked_id(given, number), line)
-        except RequestError as error:
-            self.progress.failed += 1
-            body = openai.error_body(f"line {number}: {error}", error.param)
-            self.write(custom_id, 400, record_id, body)
+            self.record(_Pending(line.number, line.digest, custom_id), Response(400, body))
+        else:
+            assert isinstance(given, str)
+            return [(prefix_key(request) if self.files.group else "", given)]
+        return []
 
-    def checked_id(self, custom_id: object, number: int) -> str:
-        if not isinstance(custom_id, str) or not custom_id:
-            raise RequestError(f"custom_id must be a text, not {shown(custom_id)}", "custom_id")
-        first = self.first_lines.setdefault(custom_id, number)
-        if first != number:
-            raise RequestError(f"custom_id {shown(custom_id)} is that of line {first} already", "custom_id")
-        return custom_id
+    def answer(self, one: _Pending, response: Response) -> None:
+        self.progress.prompt_tokens += response.prompt_tokens
+        self.progress.output_tokens += response.output_tokens
+        if response.body is not None and "error" in response.body:
+            error = response.body["error"]
+            error["message"] = f"line {one.line}: {error['message']}"
+        self.record(one, response)
 
-    def queue(self, record_id: str, custom_id: str, line: dict[str, Any]) -> None:
-        if line.get("method") != "POST":
-            raise RequestError(f"method must be POST, not {shown(line.get('method'))}", "method")
-        url, body = line.get("url"), line.get("body")
-        if url not in (openai.COMPLETIONS, openai.CHAT):
-            raise RequestError(f"url must be {openai.COMPLETIONS} or {openai.CHAT}, not {shown(url)}", "url")
-        if not isinstance(body, dict):
-            raise RequestError("body is missing, or is no object", "body")
-        name, chat = self.llm.model_name, url == openai.CHAT
-        if body.get("model") not in (None, name):
-            raise RequestError(f"model {shown(body['model'])} is not the one of this job, {name!r}", "model")
-        params = openai.sampling_params(body, chat)
-        text, tokens = self.llm.tokens(body.get("messages") if chat else openai.completion_prompt(body), chat)
-        engine_id = self.llm.new_id()
-        priority = 0 if body.get("priority") is None else body["priority"]
-        try:
-            self.llm.engine.add(engine_id, tokens, params, prompt=text, chat=chat, priority=priority)
-        except RequestError as error:
-            raise openai.refused(error, body) from None
-        self.pending[engine_id] = _Pending(record_id, custom_id, chat, params)
-
-    def answer(self, output: RequestOutput) -> None:
-        one = self.pending.pop(output.request_id)
-        self.progress.ok += 1
-        self.progress.prompt_tokens += len(output.prompt_token_ids)
-        self.progress.output_tokens += output.num_output_tokens
-        body = openai.answer_body(output, one.params, one.chat, self.llm.model_name, self.llm.tokenizer)
-        self.write(one.custom_id, 200, one.record_id, body)
-
-    def fail(self, request_id: str, error: Exception) -> None:
-        """The record of a request that ended without an answer: its text, or its constraint, cannot go on."""
-        one = self.pending.pop(request_id)
-        self.ended.add(request_id)
-        self.progress.failed += 1
-        body = openai.error_body(f"{one.record_id.replace('-', ' ')}: {error}", None, "server_error")
-        self.write(one.custom_id, 500, one.record_id, body)
-
-    def write(self, custom_id: str | None, status: int, request_id: str, body: dict[str, Any]) -> None:
-        self.records += 1
+    def record(self, one: _Pending, response: Response) -> None:
+        answered = response.body is not None
         record = {
-            "id": f"batch_req_{self.records}",
-            "custom_id": custom_id,
-            "response": {"status_code": status, "request_id": request_id, "body": body},
-            "error": None,
+            "id": f"batch_req_{one.line}-{one.digest}",
+            "custom_id": one.custom_id,
+            "response": {"status_code": response.status, "request_id": f"line-{one.line}", "body": response.body}
+            if answered
+            else None,
+            "error": None if answered else {"code": response.status, "message": response.message},
         }
         # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, is written as JSON's own escape.
-        self.output.write(json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
-        self.output.flush()
+        text = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        self.finish(one.line, one.digest, response.status, text)
+
+    def finish(self, number: int, digest: str, status: int | str, record: bytes) -> None:
+        """Write a record when its turn comes."""
+        if not self.files.ordered:
+            self.write(number, digest, status, record)
+            return
+        self.held[number] = digest, status, record
+        while self.order and (one := self.held.pop(self.order[0], None)) is not None:
+            self.write(self.order.popleft(), *one)
+
+    def write(self, number: int, digest: str, status: int | str, record: bytes) -> None:
+        self.output.add(number, digest, status, record)
+        if status == 200:
+            self.progress.ok += 1
+        else:
+            self.progress.failed += 1
 
 
-def _filled(lines: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and content of the lines that are not blank; a byte order mark at the beginning is dropped."""
-    for number, raw in enumerate(lines, 1):
-        content = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-        if content.strip():
-            yield number, content
+def run_job(
+    llm: LLM,
+    input_path: Path | str,
+    output_path: Path | str,
+    *,
+    overwrite: bool = False,
+    ordered: bool = False,
+    group: bool = True,
+    retry_failed: Path | str | None = None,
+    on_progress: Callable[[JobProgress], None] = lambda progress: None,
+) -> JobProgress:
+    """Answer every line of a file with an LLM, as `paged batch` does; called again it goes on where it was stopped.
 
-
-def _object(raw: bytes) -> dict[str, Any]:
+    `on_progress` is called after every step. Raises ConfigError for files that cannot be used. If a step raises, so
+    does this; answers written stay.
+    """
+    old = None if retry_failed is None else str(retry_failed)
+    files = JobFiles(str(input_path), str(output_path), overwrite, ordered, group, old)
+    job = Job(files, about(llm.config), llm.config.seed)
     try:
-        value = json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"must be a JSON object, not {type(value).__name__}")
-    return value
+        return job.run(LocalAnswerer(llm), on_progress)
+    finally:
+        job.close()

@@ -1,78 +1,319 @@
-"""A stand-in, until the real one is merged: Ray in this process, plain actors without placement groups."""
+"""Placement: where replicas are. Starts Ray or joins it, compares versions, and asks for room by need.
+
+    start, join -> Home     a Ray of this process, which ends with it; a head of its own (detached); or somebody else's
+    need_of -> Need         what a worker of a replica takes: CPUs (its threads), GPUs, memory
+    place -> placement groups, one for each replica, a bundle for each worker, all of a replica on one node
+
+Ray knows what is free and where; nothing of that is reckoned here.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from paged.errors import ConfigError
+from paged.errors import ClusterError, ConfigError
 from scheduler.config import EngineConfig, parse_memory
+from scheduler.head import LOOPBACK, OBJECTS, end_head, start_head, sweep
+
+PLACING = 15.0  # seconds
+PACKAGES = ("paged-kv", "ray", "torch", "transformers")
+SEES_NONE = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}  # else who asks for no GPU sees all, as Ray changes nothing then
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Need:
+    """What one replica takes. cpus, gpus, memory (bytes): of each of its workers."""
+
     cpus: float
     gpus: float
     memory: int
     workers: int
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        all_ = {"CPU": float(self.cpus), "GPU": float(self.gpus), "memory": float(self.memory)}
+        return {name: value for name, value in all_.items() if value}
 
-@dataclass(frozen=True)
+    def __str__(self) -> str:
+        each = ", ".join(_amount(name, value) for name, value in self.bundle.items())
+        return each if self.workers == 1 else f"{self.workers} workers of {each} on one node"
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
+    """Room for one replica: a placement group."""
+
     name: str
     need: Need
+    group: Any
 
 
-@dataclass
+@dataclass(slots=True)
 class Home:
+    """A Ray that this process is connected to. head: process id of one that we started for it, and that outlives us."""
+
     address: str
-    ours: bool
-
-    def end(self) -> None:
-        import ray
-
-        if self.ours:
-            ray.shutdown()
+    connected: bool  # by us: else it was the caller's before
+    head: int | None = None
 
     def leave(self) -> None:
-        self.end()
+        """Let go of it. What was started in this process ends."""
+        if self.connected:
+            import ray
+
+            self.connected = False
+            ray.shutdown()
+
+    def end(self) -> None:
+        """Let go of it, and end the head where it is ours."""
+        self.leave()
+        if self.head is not None:
+            end_head(self.address)
+            self.head = None
 
 
-def start(address: str | None, namespace: str, detach_head: bool = False, cpus: int | None = None) -> Home:
+def need_ray() -> Any:
+    """The module. Raises ConfigError where it is missing."""
     try:
         import ray
-    except ImportError:
-        raise ConfigError("a cluster needs Ray: pip install 'paged-kv[ray]'") from None
+    except ImportError as error:
+        raise ConfigError(f"a cluster needs Ray: pip install 'paged-kv[ray]' ({error})") from None
+    # Who may connect is Ray's own default, a token in the user's home: it need not be said at every start.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    return ray
+
+
+def start(namespace: str, *, detached: bool = False) -> Home:
+    """Start Ray on this machine: in this process, with which it ends, or detached as processes of their own."""
+    ray = need_ray()
+    if detached:
+        sweep()
+        head, address = start_head(node_cpus())
+        try:
+            return replace(join(address, namespace), head=head)
+        except BaseException:
+            end_head(address)
+            raise
     if ray.is_initialized():
-        return Home("", ours=False)
-    ray.init(
-        address,
-        num_cpus=None if address else cpus,
-        namespace=namespace,
+        return Home(ray.get_runtime_context().gcs_address, connected=False)
+    _connect(
+        "local",
+        num_cpus=node_cpus(),
+        object_store_memory=OBJECTS,
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
+        _node_ip_address=LOOPBACK,
+        **_quiet(namespace),
     )
-    return Home(ray.get_runtime_context().gcs_address, ours=True)
+    return Home(ray.get_runtime_context().gcs_address, connected=True)
 
 
-def place(needs: list[Need], timeout: float, names: list[str], detached: bool) -> list[Placement]:
-    return [Placement(name, need) for name, need in zip(names, needs, strict=True)]
+def join(address: str, namespace: str) -> Home:
+    """Connect to the Ray at `address` (host:port). Raises ClusterError where there is none, or versions differ."""
+    ray = need_ray()
+    if ray.is_initialized():
+        ours = ray.get_runtime_context().gcs_address
+        if ours != address:
+            raise ClusterError(f"this process is connected to the Ray at {ours}, not {address}: call ray.shutdown()")
+        return Home(address, connected=False)
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head") from None
+    _compare(cluster_versions(address), address)
+    _connect(address, **_quiet(namespace))
+    return Home(address, connected=True)
 
 
-def options(placement: Placement, bundle: int) -> dict[str, Any]:
-    return {"num_cpus": placement.need.cpus, "num_gpus": placement.need.gpus}
+def cluster_versions(address: str) -> tuple[str, str] | None:
+    """Ray's and Python's version of a cluster, without connecting to it; None where this Ray cannot tell."""
+    try:
+        from ray import _raylet
+        from ray._common.usage.usage_lib import get_cluster_metadata
+        from ray._private.authentication import authentication_token_setup as tokens
+
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        found = get_cluster_metadata(_raylet.GcsClient(address=address))  # type: ignore[attr-defined]
+        return str(found["ray_version"]), str(found["python_version"])
+    except Exception:  # noqa: BLE001  these are Ray's own: it compares for itself when it connects, and says so
+        return None
 
 
-def resolve(config: EngineConfig, replicas: int, node_cpus: int) -> tuple[EngineConfig, Need]:
-    threads = config.threads or max(1, node_cpus // replicas)
-    memory = parse_memory(config.kv_memory)
-    if isinstance(memory, float):
-        config = replace(config, kv_memory=f"{100 * memory / replicas}%")
-    return replace(config, threads=threads), Need(threads, 0, 0, 1)
+def our_versions() -> tuple[str, str]:
+    return version("ray"), ".".join(map(str, sys.version_info[:3]))
+
+
+def _compare(theirs: tuple[str, str] | None, address: str) -> None:
+    ours = our_versions()
+    if theirs is not None and theirs != ours:
+        raise ClusterError(
+            f"versions differ: the cluster at {address} has Ray {theirs[0]} and Python {theirs[1]}, this process on "
+            f"{socket.gethostname()} has Ray {ours[0]} and Python {ours[1]}: install the same here or there"
+        )
+
+
+def differences(name: str, theirs: dict[str, str | None]) -> str | None:
+    """One line on packages of a replica that are not those of this process; None if there are none."""
+    ours: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            ours[package] = version(package)
+        except PackageNotFoundError:
+            ours[package] = None
+    found = [
+        f"{package} {theirs[package]}, here {ours[package]}"
+        for package in PACKAGES
+        if package in theirs and theirs[package] != ours[package]
+    ]
+    return f"{name} has {'; '.join(found)}" if found else None
 
 
 def node_cpus() -> int:
-    return len(os.sched_getaffinity(0))
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve(config: EngineConfig, replicas: int) -> EngineConfig:
+    """The settings of one of so many replicas on the nodes that there are.
+
+    Threads that are not given are a node's CPUs, divided by the workers that come to it; a share of memory is divided
+    by its replicas.
+    """
+    ray = need_ray()
+    useful = [cpus for cpus in (node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]) if cpus >= 1]
+    per_node = -(-replicas // max(1, len(useful)))
+    threads = config.threads or max(1, int(max(useful, default=1)) // (per_node * config.tensor_parallel_size))
+    memory = parse_memory(config.kv_memory)
+    kv_memory = config.kv_memory if isinstance(memory, int) else f"{100 * memory / per_node:.4f}%"
+    return replace(config, threads=threads, kv_memory=kv_memory)
+
+
+def need_of(config: EngineConfig, weights: int = 0) -> Need:
+    """What a replica of these settings takes. weights: bytes of the model, which count where kv_memory is in bytes."""
+    assert config.threads is not None
+    memory, workers = parse_memory(config.kv_memory), config.tensor_parallel_size
+    return Need(
+        cpus=config.threads,
+        gpus=1 if config.device == "cuda" else 0,
+        memory=weights // workers + memory if isinstance(memory, int) else 0,
+        workers=workers,
+    )
+
+
+def place(needs: list[Need], timeout: float, names: list[str], detached: bool) -> list[Placement]:
+    """Room for replicas of these names and needs.
+
+    Waits for resources that come late. Raises ClusterError when there is not enough after `timeout` seconds, with what
+    was asked, what is available, and where; nothing is kept then.
+    """
+    ray = need_ray()
+    placed = [
+        Placement(
+            name,
+            need,
+            ray.util.placement_group(
+                [need.bundle] * need.workers, "STRICT_PACK", name, lifetime="detached" if detached else None
+            ),
+        )
+        for name, need in zip(names, needs, strict=True)
+    ]
+    end = time.monotonic() + timeout
+    try:
+        missing = [one for one in placed if not one.group.wait(max(0.0, end - time.monotonic()))]
+        if missing:
+            raise ClusterError(_no_room(placed, missing, timeout))  # noqa: TRY301  what was placed is given up
+    except BaseException:
+        for one in placed:
+            ray.util.remove_placement_group(one.group)
+        raise
+    return placed
+
+
+def release(names: list[str]) -> None:
+    """Give up the room of these names, whoever made it."""
+    ray = need_ray()
+    for name in names:
+        with suppress(ValueError):  # there is none
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+
+
+def options(placement: Placement, bundle: int) -> dict[str, Any]:
+    """Of an actor that takes this bundle."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    need = placement.need
+    return {
+        "num_cpus": need.cpus,
+        "num_gpus": need.gpus,
+        "memory": need.memory or None,
+        "runtime_env": None if need.gpus else SEES_NONE,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
+        ),
+    }
+
+
+def _no_room(placed: list[Placement], missing: list[Placement], timeout: float) -> str:
+    """Asked, available, per node."""
+    ray = need_ray()
+    with suppress(Exception):  # so that those that found room do not count as taken
+        for one in placed:
+            ray.util.remove_placement_group(one.group)
+        time.sleep(1.0)
+    free = _free_per_node()
+    nodes = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            there = free.get(node["NodeID"], {})
+            kinds = [name for name in ("CPU", "GPU", "memory") if node["Resources"].get(name)]
+            what = ", ".join(f"{_amount(n, there.get(n, 0))} of {_amount(n, node['Resources'][n])}" for n in kinds)
+            nodes.append(f"{node['NodeManagerAddress']} has {what or 'no CPU'} free")
+    each = ", ".join(sorted({str(one.need) for one in placed}))
+    return (
+        f"no room for {len(missing)} of {len(placed)} replicas after {timeout:g} s: each asks for {each}; "
+        f"{'; '.join(nodes)}: ask for fewer replicas or threads, or add nodes"
+    )
+
+
+def _free_per_node() -> dict[str, dict[str, float]]:
+    from ray._private.state import available_resources_per_node
+
+    return dict(available_resources_per_node())
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value / 2**30:.1f} GiB" if name == "memory" else f"{value:g} {name}"
+
+
+def _connect(*args: Any, **settings: Any) -> None:
+    """ray.init. It takes SIGTERM for itself: who had a handler keeps it. Raises ClusterError."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(*args, **settings)
+    except Exception as error:  # noqa: BLE001  some are of no class of their own
+        with suppress(Exception):
+            ray.shutdown()
+        what = "started here" if args[0] == "local" else f"joined at {args[0]}"
+        raise ClusterError(f"Ray cannot be {what}: {error}") from None
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _quiet(namespace: str) -> dict[str, Any]:
+    return {
+        "namespace": namespace,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }

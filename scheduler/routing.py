@@ -10,12 +10,14 @@ A request goes to the replica that holds most of its prompt, as long as the work
     (1 + EPSILON) * the average over all replicas + the tokens that it need not compute there
 
 which is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads,
-2016), with a prefix's worth added: to wait behind so many more tokens takes no longer than to compute them again.
-Among equals, and where none holds enough of it to matter, the digest of the first block that they do not tell apart
-decides, by the highest hash of digest and replica (Thaler, Ravishankar: A Name-Based Mapping Scheme for Rendezvous,
-1996). So drivers that know nothing of each other agree, and a replica that comes or goes moves its own share only. If
-all that have room are over their bound, the least busy gets it. Nothing here is random, and nobody but the driver's
-one thread may call.
+2016), with a prefix's worth added: to wait behind so many more tokens takes no longer than to compute them again. And
+where its seats are taken, so that the request would wait, no more than that above one that has a seat.
+Among equals, and where none holds enough of it to matter, the first block that does not tell them apart decides: the
+hashes of its digest and each replica name two, the highest (Thaler, Ravishankar: A Name-Based Mapping Scheme for
+Rendezvous, 1996), and the less busy of them gets the request (Mitzenmacher: The Power of Two Choices in Randomized Load
+Balancing, 2001). So drivers that know nothing of each other mostly agree, and a replica that comes or goes moves its
+own share only. If all that have room are over their bound, the least busy gets it. Nothing here is random, and nobody
+but one thread may call.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from scheduler.desk import AnyRequest, LineRequest, Result
@@ -33,7 +36,7 @@ from scheduler.openai import CHAT, COMPLETIONS
 from scheduler.outputs import RequestOutput
 from scheduler.text import prompt_salt
 
-EPSILON = 0.25
+EPSILON = 0.5
 WORTH = 8  # a prefix counts if it is at least one part in so many of the request
 TOKEN_BYTES = 4  # of text, about
 ANSWER = 128  # tokens, about, of a chat that sets no limit; a completion's limit is then 16
@@ -59,18 +62,23 @@ def digests(prompt: Any, chat: bool = False) -> tuple[int, ...]:
 def outline(request: AnyRequest) -> tuple[tuple[int, ...], int]:
     """The digests of a request's prompt, and its size: tokens of prompt and answer, about.
 
-    Nothing is checked here: of what will be refused there are no digests, and any size.
+    Nothing is checked here: of what will be refused there may be no digests, and any size. Who wants prompt_logprobs
+    computes the whole prompt wherever it is, so it has none.
     """
-    if not isinstance(request, LineRequest):
-        found, prompt = _outline(request.prompt, request.chat)
-        params = request.params
-        return found, prompt + _answer(None if params is None else params.max_tokens, request.chat)
-    body, chat = request.body, request.url == CHAT
-    if not isinstance(body, dict) or not (chat or request.url == COMPLETIONS):
-        return (), 1
-    found, prompt = _outline(body.get("messages") if chat else _only(body.get("prompt")), chat)
-    limit = body.get("max_completion_tokens") if chat else None
-    return found, prompt + _answer(body.get("max_tokens") if limit is None else limit, chat)
+    if isinstance(request, LineRequest):
+        body, chat = request.body, request.url == CHAT
+        if not isinstance(body, dict) or not (chat or request.url == COMPLETIONS):
+            return (), 1
+        found, size = _outline(body.get("messages") if chat else _only(body.get("prompt")), chat)
+        limit = body.get("max_completion_tokens") if chat else None
+        limit = body.get("max_tokens") if limit is None else limit
+        whole = body.get("prompt_logprobs") is not None
+    else:
+        params, chat = request.params, request.chat
+        found, size = _outline(request.prompt, chat)
+        limit = None if params is None else params.max_tokens
+        whole = params is not None and params.prompt_logprobs is not None
+    return () if whole else found, size + _answer(limit, chat)
 
 
 def _only(prompt: Any) -> Any:
@@ -97,7 +105,7 @@ def _outline(prompt: Any, chat: bool) -> tuple[tuple[int, ...], int]:
             data, block = prompt[: _MOST * TOKEN_BYTES].encode("utf-8", "surrogatepass"), TOKEN_BYTES
             tokens, kind = len(prompt) // TOKEN_BYTES, b"chat" if chat else b"text"
         else:
-            data, block = array("q", prompt[:_MOST]).tobytes(), 8
+            data, block = _ids(prompt[:_MOST]), 8
             tokens, kind = len(prompt), b"ids"
         chain = blake2b(kind + b"\0" + salt.encode("utf-8", "surrogatepass") + b"\0", digest_size=8)
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError):
@@ -111,6 +119,12 @@ def _outline(prompt: Any, chat: bool) -> tuple[tuple[int, ...], int]:
         found.append(int.from_bytes(chain.digest(), "big"))
         start = end
     return tuple(found), max(tokens, 1)
+
+
+def _ids(tokens: Any) -> bytes:
+    if hasattr(tokens, "astype"):  # an array
+        return bytes(tokens.astype("int64", casting="same_kind").tobytes())
+    return array("q", tokens).tobytes()
 
 
 def _message(message: Any) -> str:
@@ -143,13 +157,14 @@ def usage(result: Result) -> Usage | None:
 class _Replica:
     """What the router knows of one."""
 
-    __slots__ = ("bit", "capacity", "foreign", "held", "held_tokens", "keys", "load", "room", "seed")
+    __slots__ = ("bit", "capacity", "foreign", "held", "held_tokens", "keys", "load", "others", "room", "seats", "seed")
 
-    def __init__(self, number: int, room: int, capacity: int) -> None:
+    def __init__(self, number: int, room: int, capacity: int, seats: int) -> None:
         self.bit = 1 << number
         self.seed = int.from_bytes(blake2b(b"replica %d" % number, digest_size=8).digest(), "big")
-        self.room, self.capacity = room, capacity
+        self.room, self.capacity, self.seats = room, capacity, seats
         self.keys: set[str] = set()  # in flight
+        self.others = 0  # other drivers' requests
         self.load = 0  # tokens to be computed, of those in flight and of other drivers' requests
         self.foreign = 0  # of `load`, other drivers'
         # The picture of its cache: digest -> (when it was last used, tokens of its block), oldest first. What has no
@@ -185,10 +200,15 @@ class Router:
         """Requests in flight."""
         return len(self._flights)
 
-    def add(self, replica: int, room: int, capacity: int) -> None:
-        """A replica whose cache is empty. room: most requests it may have; capacity: tokens its pages hold."""
+    def add(self, replica: int, room: int, capacity: int, seats: int | None = None) -> None:
+        """A replica whose cache is empty. room: most requests it may have of this router's; capacity: tokens its pages
+        hold; seats: requests that run there at once, max_num_seqs (unless given, as many as there is room for).
+
+        A driver that keeps all replicas busy gives each twice the room of its share in what it has in flight: where all
+        are full but the one that has just answered, there is nothing to choose.
+        """
         assert replica not in self._replicas, f"replica {replica} is there"
-        one = self._replicas[replica] = _Replica(replica, room, capacity)
+        one = self._replicas[replica] = _Replica(replica, room, capacity, room if seats is None else seats)
         if room > 0:
             self._open |= one.bit
 
@@ -232,16 +252,16 @@ class Router:
             else:
                 levels.append((depth, closer))
                 mask = closer
-        bound = self.bound()
+        bound, seated = self.bound(), self._least_seated()
         for depth, mask in reversed(levels):
             worth = ENDS[depth]
             if worth * WORTH < size:
                 break
-            fit = self._below(mask & free, bound + worth)
+            fit = self._fit(mask & free, bound + worth, seated + worth)
             if fit:
                 return self._choose(fit, digests[min(depth, len(digests) - 1)])
             free &= ~mask
-        fit = self._below(self._open, bound) if digests else []
+        fit = self._fit(self._open, bound, seated) if digests else []
         if fit:
             return self._choose(fit, digests[min(levels[-1][0], len(digests) - 1)])
         return self._least_busy()
@@ -281,7 +301,7 @@ class Router:
     def report(self, replica: int, requests: int) -> None:
         """How many requests the replica has, of all drivers; others' count as heavy as the average one of ours."""
         one = self._replicas[replica]
-        others = max(requests - len(one.keys), 0)
+        others = one.others = max(requests - len(one.keys), 0)
         ours = self._load - sum(each.foreign for each in self._replicas.values())
         foreign = others * (ours // len(self._flights) if self._flights else 1)
         change, one.foreign = foreign - one.foreign, foreign
@@ -309,19 +329,33 @@ class Router:
 
     # Who
 
-    def _below(self, mask: int, bound: float) -> list[_Replica]:
-        return [one for one in self._replicas.values() if mask & one.bit and one.load <= bound]
+    def _fit(self, mask: int, bound: float, waiting: float) -> list[_Replica]:
+        """Of these replicas those with no more load than that; `waiting` is for those without a seat."""
+        return [
+            one
+            for one in self._replicas.values()
+            if mask & one.bit and one.load <= bound and (one.load <= waiting or len(one.keys) + one.others < one.seats)
+        ]
+
+    def _least_seated(self) -> float:
+        """The least load where there is a seat."""
+        seated = [one.load for one in self._replicas.values() if len(one.keys) + one.others < one.seats]
+        return min(seated, default=inf)
 
     def _choose(self, some: list[_Replica], digest: int) -> int:
-        """The one with the highest hash."""
-        best, most = some[0], -1
+        """Of the two with the highest hashes the less busy one."""
+        best = second = some[0]
+        most = more = -1
         if len(some) > 1:
             for one in some:
                 mixed = (digest ^ one.seed) * _ODD & _MASK
                 mixed = (mixed ^ mixed >> 32) * _ODD & _MASK
                 if mixed > most:
+                    second, more = best, most
                     best, most = one, mixed
-        return best.bit.bit_length() - 1
+                elif mixed > more:
+                    second, more = one, mixed
+        return (second if second.load < best.load else best).bit.bit_length() - 1
 
     def _least_busy(self) -> int:
         some = [one for one in self._replicas.values() if self._open & one.bit]

@@ -26,7 +26,7 @@ from paged.manager import KVCacheManager
 from scheduler import policy
 from scheduler.cost import CostModel, Floats, attended
 from scheduler.outputs import EngineStats
-from scheduler.request import Request, State
+from scheduler.request import Family, Request, State
 from scheduler.scheduler import Scheduler
 from scheduler.traces import Trace, TraceRequest
 from worker.step import SamplingParams, Step, StepResult
@@ -148,7 +148,8 @@ class Replica:
             Request(str(number), None, prompt, _PARAMS, request.output_tokens, seed=0, eos_token_ids=frozenset())
         )
 
-    def step(self) -> None:
+    def step(self) -> list[Family]:
+        """Those that ended."""
         scheduler, stats = self.scheduler, self.scheduler.stats
         step = scheduler.schedule()
         assert step is not None, "requests wait, and none can run"
@@ -162,10 +163,10 @@ class Replica:
         finished = stats.finished
         changed = scheduler.update(result)
         self.times.tokens(result.seq_ids, self.clock)
-        if stats.finished > finished:
-            for family in changed:
-                if family.state is State.FINISHED:
-                    self.outstanding -= len(family.request.prompt_token_ids) + family.request.max_tokens
+        ended = [family for family in changed if family.state is State.FINISHED] if stats.finished > finished else []
+        for family in ended:
+            self.outstanding -= len(family.request.prompt_token_ids) + family.request.max_tokens
+        return ended
 
 
 @dataclass(frozen=True, slots=True)

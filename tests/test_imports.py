@@ -24,7 +24,10 @@ ABOVE = {"paged": {"worker", "scheduler"}, "worker": {"scheduler"}, "scheduler":
 ONLY_IN = {
     "xformers": {"paged/attention/xformers.py"},
     "prometheus_client": {"scheduler/prometheus.py"},
-    "ray": {"worker/ray_executor.py", "scheduler/cluster.py", "scheduler/ray_data.py"},
+    "ray": {
+        "worker/ray_executor.py",
+        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "placement", "ray_data")),
+    },
 }
 
 

@@ -7,11 +7,13 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from paged.errors import ConfigError
 from paged.layout import KVLayout
+from worker.executor import WorkerLost
 from worker.group import Group
 from worker.loading import load_runner
 from worker.model_config import ModelConfig
@@ -87,15 +89,10 @@ class RayExecutor(ParallelExecutor):
                 for shard, device in zip(parts, devices, strict=True)
                 if (more := {"threads": threads, "device": device})
             ]
-            with listen(folder / "leader", size) as listener:
-                self._actors = [ray.remote(RayWorker).options(**option).remote() for option in options]
-                self.pids = self._placed()
-                self._runs = [
-                    actor.run.remote(spec, str(folder)) for actor, spec in zip(self._actors, specs[1:], strict=True)
-                ]
-                links = accept(listener, size - 1, PLACING)
+            self._actors = [ray.remote(RayWorker).options(**option).remote() for option in options]
+            self.pids = self._placed()
             own = specs[0]
-            group = Group(folder / "store", 0, size, devices[0])
+            links, group = self._meet(specs[1:], folder, own)
             runner, load = load_runner(path, config, own.layout, **own.settings, shard=own.shard, total=group.total)
             super().__init__(runner, load, group, links, self._blame)
         except BaseException:
@@ -108,11 +105,23 @@ class RayExecutor(ParallelExecutor):
         super().close()
         self._end(_ENDING)
 
+    def _meet(self, others: list[Spec], folder: Path, own: Spec) -> tuple[list[Connection], Group]:
+        """The others are told what to load, and come: over a socket each, and into the group."""
+        with listen(folder / "leader", len(others)) as listener:
+            self._runs = [actor.run.remote(spec, str(folder)) for actor, spec in zip(self._actors, others, strict=True)]
+            try:
+                links = accept(listener, len(others), PLACING)
+                return links, Group(folder / "store", 0, own.shard.size, own.settings["device"])
+            except (OSError, EOFError, RuntimeError) as error:
+                raise WorkerLost(
+                    f"not all workers have come: {self._blame() or error}: start the engine again"
+                ) from error
+
     def _placed(self) -> list[int]:
         try:
             found: list[int] = ray.get([actor.pid.remote() for actor in self._actors], timeout=PLACING)
         except ray.exceptions.GetTimeoutError:
-            resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            resources: dict[str, float] = ray.available_resources()
             free = ", ".join(f"{value:g} {name}" for name, value in sorted(resources.items()))
             raise ConfigError(
                 f"Ray has not started {len(self._actors)} workers here in {PLACING:g} seconds; free in all of it: "

@@ -16,7 +16,7 @@ import pytest
 from async_fakes import PROMPT, Gated, greedy, is_idle, run, serving, tokens
 from fakes import FailingTokenizer, FakeExecutor, fake_engine, solo
 
-from paged import AsyncLLM, EngineClosed, RequestFailed
+from paged import AsyncLLM, EngineClosed, RequestFailed, WorkerLost
 from worker.step import Step, StepResult
 
 # Closing
@@ -68,6 +68,25 @@ def test_what_closing_raises_is_raised() -> None:
         llm = AsyncLLM.from_engine(fake_engine(16, 4, executor=Stuck(17, 4))[0])
         with pytest.raises(ConnectionError):
             await llm.close()
+
+    run(main())
+
+
+def test_a_lost_worker_ends_the_engine_and_everyone_who_waits_hears_why() -> None:
+    """No step would ever run again."""
+
+    async def main() -> None:
+        fake = FakeExecutor(17, 4, raise_at={2: WorkerLost("rank 1: its process ended")})
+        llm = AsyncLLM.from_engine(fake_engine(16, 4, executor=fake)[0])
+        tasks = [asyncio.create_task(llm.generate([*PROMPT, i], greedy(9))) for i in range(3)]
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineClosed] * 3
+        assert isinstance(ends[0], EngineClosed)  # the others may have come too late
+        assert isinstance(ends[0].__cause__, WorkerLost)
+        with pytest.raises(EngineClosed):
+            await llm.generate(PROMPT)
+        await llm.close()
+        assert fake.closed
 
     run(main())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paged import ConfigError, __version__
-from scheduler import cli, jobs
+from scheduler import cli, job_files
 from scheduler.config import EngineConfig, parse_memory
 from worker.checkpoints import Checkpoint
 
@@ -71,9 +71,9 @@ def test_batch_answers_a_file_and_sums_up(smollm2: Checkpoint, tmp_path: Path) -
         "waste",
     ):
         assert word in done.stderr
-    again = paged("batch", source, "-o", str(target))
-    assert again.returncode == 2
-    assert "--overwrite" in again.stderr
+    again = paged("batch", source, "-o", str(target), "--max-num-seqs", "4")
+    assert again.returncode == 0
+    assert again.stderr == "paged: all lines (1) are answered already: 1 ok, 0 failed\n"
 
 
 def test_batch_with_lines_that_were_refused_ends_with_three(smollm2: Checkpoint, tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_ctrl_c_is_one_line(smollm2: Checkpoint) -> None:
 def test_a_full_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check_paths(*_: object) -> int:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.jsonl")
 
-    monkeypatch.setattr(jobs, "check_paths", check_paths)
+    monkeypatch.setattr(job_files, "JobFiles", full)
     assert cli.run(["batch", "in.jsonl", "-o", "out.jsonl"]) == 2
     assert capsys.readouterr().err == "paged: error: out.jsonl: No space left on device\n"
 

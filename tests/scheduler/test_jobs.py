@@ -12,7 +12,8 @@ import pytest
 
 from paged import LLM, ConfigError, RequestError, SamplingParams
 from scheduler import openai
-from scheduler.jobs import JobProgress, check_paths, run_job
+from scheduler.job_files import JobFiles
+from scheduler.jobs import JobProgress, run_job
 from scheduler.outputs import CompletionOutput, Logprob, RequestOutput
 from worker.checkpoints import Checkpoint
 
@@ -250,7 +251,7 @@ def test_a_constraint_that_fails_on_the_way_costs_its_own_line_only(llm: LLM, tm
     by_id = {record["custom_id"]: record for record in records}
     assert sorted(by_id) == [f"id-{i}" for i in range(5)]
     assert [by_id[f"id-{i}"]["response"]["status_code"] for i in range(5)] == [200, 500, 200, 500, 200]
-    assert message(by_id["id-3"]).startswith("line 4: the constraint cannot be followed")
+    assert message(by_id["id-3"]).startswith("line 4: the request ended without an answer: the constraint cannot")
     assert by_id["id-3"]["response"]["body"]["error"]["type"] == "server_error"
     assert {by_id[f"id-{i}"]["response"]["body"]["choices"][0]["text"] for i in (0, 2, 4)} == {" Paris."}
     llm.engine.scheduler.manager.check(idle=True)
@@ -341,7 +342,7 @@ def test_files_that_may_not_be_used_are_refused(
     (tmp_path / "in.jsonl").write_text(json.dumps(line("a")))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != denied)  # root, as in CI, may do everything
     with pytest.raises(ConfigError, match=text):
-        check_paths(tmp_path / "in.jsonl", tmp_path / "out.jsonl", overwrite=False)
+        JobFiles(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
 
 
 def test_the_examples_are_sixty_four_good_requests(llm: LLM) -> None:

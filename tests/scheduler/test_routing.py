@@ -1,159 +1,19 @@
-"""Router: never over its bound, never to a replica that is gone, sums that add up; digests that prompts share."""
+"""Router: never over its bound, never to a replica that is gone, and sums that add up."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged.errors import RequestError
-from scheduler.desk import LineRequest, PromptRequest, Response
-from scheduler.openai import CHAT, COMPLETIONS
-from scheduler.outputs import CompletionOutput, RequestOutput
-from scheduler.routing import (
-    ANSWER,
-    BLOCKS,
-    ENDS,
-    EPSILON,
-    TOKEN_BYTES,
-    Router,
-    Usage,
-    digests,
-    outline,
-    usage,
-)
-from worker.step import SamplingParams
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=8,
-)
-BLOCK = BLOCKS[0] * TOKEN_BYTES  # characters
-
-
-def text(blocks: float, letter: str = "a") -> str:
-    return letter * round(blocks * BLOCK)
-
-
-# Digests
-
-
-def test_there_is_one_for_each_full_block_of_a_text() -> None:
-    assert [len(digests(text(blocks))) for blocks in (0, 0.9, 1, 1.9, 2, 16)] == [0, 0, 1, 1, 2, 16]
-    assert len(set(digests(text(16)))) == 16  # each of all up to there, though every block is equal
-
-
-def test_blocks_grow_and_their_number_is_bounded() -> None:
-    assert len(digests(text(18))) == 17
-    assert ENDS[64] == 15_360
-    assert len(digests("x" * 10_000_000)) == len(digests(list(range(100_000)))) == 64
-
-
-@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 300), st.booleans())
-def test_prompts_share_the_digests_of_the_blocks_that_they_share(
-    letters: list[int], common: int, as_text: bool
-) -> None:
-    one = [letter for letter in letters for _ in range(16)]
-    other = [*one[:common], 7, *one[common + 1 :]]
-    same = min(common, len(one))
-    if as_text:
-        found = (
-            digests("".join("abcd"[i] * TOKEN_BYTES for i in one)),
-            digests("".join("abcdefgh"[i] * TOKEN_BYTES for i in other)),
-        )
-    else:
-        found = digests(one), digests(other)
-    shared = sum(end <= same for end in ENDS[1:])
-    assert found[0][:shared] == found[1][:shared]
-    assert not set(found[0][shared:]) & set(found[1][shared:])
-    assert len(found[0]) == sum(end <= len(one) for end in ENDS[1:])
-
-
-def test_token_ids_text_and_conversations_with_the_same_bytes_are_told_apart() -> None:
-    content = text(3)
-    kinds = [
-        digests(content),
-        digests([97] * 3 * BLOCKS[0]),
-        digests([{"role": "user", "content": content}], chat=True),
-        digests({"prompt": content, "cache_salt": "x"}),
-        digests({"prompt": content, "cache_salt": "y"}),
-    ]
-    assert [len(kind) for kind in kinds] == [3] * 5
-    assert len({digest for kind in kinds for digest in kind}) == 15
-
-
-def test_what_stands_for_the_same_prompt_has_the_same_digests() -> None:
-    content, ids = text(3), list(range(200))
-    parts = [{"type": "text", "text": content[:10]}, {"type": "text", "text": content[10:]}]
-    assert digests({"prompt": content}) == digests(content)
-    assert digests({"prompt_token_ids": ids}) == digests(tuple(ids)) == digests(ids)
-    whole, split = ([{"role": "user", "content": one}] for one in (content, parts))
-    assert digests(whole, chat=True) == digests(split, chat=True) != ()
-
-
-def test_a_conversation_that_goes_on_begins_as_it_did() -> None:
-    first = [{"role": "system", "content": text(2)}, {"role": "user", "content": text(3, "b")}]
-    later = [*first, {"role": "assistant", "content": text(2, "c")}, {"role": "user", "content": "and now?"}]
-    one, other = digests(first, chat=True), digests(later, chat=True)
-    assert len(other) > len(one) == 5
-    assert other[:5] == one
-
-
-@given(JSON, JSON, st.booleans())
-@settings(max_examples=300)
-def test_what_is_no_prompt_raises_nothing(url: Any, body: Any, chat: bool) -> None:
-    for one in (url, COMPLETIONS, CHAT):
-        for whole in (body, {"prompt": body}, {"messages": body, "max_tokens": url}, {"messages": [body]}):
-            found, size = outline(LineRequest("POST", one, whole))
-            assert size >= 1
-            assert isinstance(found, tuple)
-    assert isinstance(outline(PromptRequest(body, chat=chat))[0], tuple)
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [None, 5, b"x" * 9999, [1.5] * 99, [2**70] * 99, object(), {}, {"prompt": None}, count(), {"cache_salt": 3}],
-    ids=repr,
-)
-@pytest.mark.parametrize("chat", [False, True])
-def test_what_is_no_prompt_has_no_digests(prompt: Any, chat: bool) -> None:
-    assert digests(prompt, chat) == ()
-
-
-def test_half_a_surrogate_pair_does_no_harm() -> None:
-    assert len(digests("\ud800" * BLOCK)) == 3
-
-
-def test_lines_and_prompts_agree() -> None:
-    content, messages = text(4), [{"role": "user", "content": text(4)}]
-    completion = LineRequest("POST", COMPLETIONS, {"prompt": content, "max_tokens": 100})
-    listed = LineRequest("POST", COMPLETIONS, {"prompt": [content], "max_tokens": 100})
-    prompt = PromptRequest(content, SamplingParams(max_tokens=100))
-    assert outline(completion) == outline(listed) == outline(prompt) == (digests(content), 4 * 64 + 100)
-    chat = LineRequest("POST", CHAT, {"messages": messages})
-    assert outline(chat) == outline(PromptRequest(messages, chat=True)) != ((), 1)
-    assert outline(chat)[1] == (len(content) + 6) // TOKEN_BYTES + ANSWER
-
-
-# What answers say
-
-
-def test_usage_is_read_from_outputs_and_from_bodies() -> None:
-    output = RequestOutput("0", None, [1, 2, 3], [CompletionOutput(0, "", [4])], True, 2, 1)
-    assert usage(output) == Usage(3, 2, 1)
-    said = {"prompt_tokens": 3, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 2}}
-    assert usage(Response(200, json.loads(json.dumps({"usage": said})))) == Usage(3, 2, 1)
-    for nothing in (Response(400, {"error": {}}), Response("cluster_lost", None), RequestError("no")):
-        assert usage(nothing) is None
-
+from scheduler.routing import BLOCKS, EPSILON, Router, Usage, digests
 
 # Where requests go
 
@@ -164,10 +24,10 @@ def chain(*names: object) -> tuple[int, ...]:
     return digests(ids)
 
 
-def router_of(replicas: int, room: int = 100, capacity: int = 1_000_000, epsilon: float = EPSILON) -> Router:
-    router = Router(epsilon)
+def router_of(replicas: int, room: int = 100, capacity: int = 1_000_000, seats: int | None = None) -> Router:
+    router = Router(0.25)
     for replica in range(replicas):
-        router.add(replica, room, capacity)
+        router.add(replica, room, capacity, seats)
     return router
 
 
@@ -234,6 +94,15 @@ def test_what_many_share_spreads_when_one_replica_is_not_enough() -> None:
     places = [send(router, str(i), (*prompt, i), 64 * 15 + 100) for i in range(200)]
     assert max(places.count(replica) for replica in range(4)) <= 1.25 * 200 / 4 + 10
     router.check()
+
+
+def test_where_no_seat_is_left_a_prefix_goes_to_one_that_has_one() -> None:
+    """Else the bound would leave a replica of four with nothing, and the others with a queue."""
+    prompt = chain(*range(15))
+    for seats, places in ((None, 3), (10, 4)):
+        router = router_of(4, seats=seats)
+        assert len({send(router, str(i), (*prompt, i), 64 * 15 + 100) for i in range(60)}) == places
+        router.check()
 
 
 def test_prompts_without_digests_go_to_the_least_busy() -> None:
@@ -352,18 +221,32 @@ def test_requests_of_other_drivers_make_a_replica_busy() -> None:
 # Whatever happens
 
 
-def fault(router: Router, prompt: tuple[int, ...], size: int, picked: int | None, rooms: dict[int, int]) -> str | None:
+@dataclass
+class Told:
+    """What a router was told of a replica. others: other drivers' requests."""
+
+    room: int
+    seats: int
+    others: int = 0
+
+
+def fault(router: Router, prompt: tuple[int, ...], picked: int | None, told: dict[int, Told]) -> str | None:
     """What is wrong with a choice, from what anybody can ask a router."""
-    free = {replica for replica, room in rooms.items() if router.load(replica)[0] < room}
+    loads = {replica: router.load(replica) for replica in told}
+    free = {replica for replica in told if loads[replica][0] < told[replica].room}
     if picked is None:
         return f"{free} have room" if free else None
     if picked not in free:
         return f"{picked} is gone or full"
-    load = router.load(picked)[1]
-    average = sum(router.load(replica)[1] for replica in rooms) / len(rooms)
-    over = load > (1 + EPSILON) * average + router.known(picked, prompt) + 1e-6
-    if over and load > min(router.load(replica)[1] for replica in free):
+    load, worth = loads[picked][1], router.known(picked, prompt)
+    if load <= min(loads[replica][1] for replica in free):
+        return None
+    average = sum(load for _, load in loads.values()) / len(loads)
+    if load > (1 + EPSILON) * average + worth + 1e-6:
         return f"{picked} has {load}, on average they have {average}"
+    seated = {replica for replica, one in told.items() if loads[replica][0] + one.others < one.seats}
+    if picked not in seated and any(load > loads[replica][1] + worth for replica in seated):
+        return f"{picked} has {load} and no seat, and {seated} have"
     return None
 
 
@@ -373,28 +256,33 @@ class Routing(RuleBasedStateMachine):
     @initialize(replicas=st.integers(1, 4), capacity=st.integers(0, 2_000))
     def begin(self, replicas: int, capacity: int) -> None:
         self.one, self.other = Router(), Router()
-        self.rooms: dict[int, int] = {}
+        self.told: dict[int, Told] = {}
         self.keys: dict[str, int] = {}
         self.names: Iterator[int] = count()
         for replica in range(replicas):
-            self.add(replica, 3, capacity)
+            self.add(replica, 4, capacity, 2)
 
     def both(self, act: Callable[[Router], Any]) -> Any:
         result = act(self.one)
         assert act(self.other) == result
         return result
 
-    @rule(replica=st.integers(0, 6), room=st.integers(0, 5), capacity=st.integers(0, 2_000))
-    def add(self, replica: int, room: int, capacity: int) -> None:
-        if replica not in self.rooms:
-            self.both(lambda router: router.add(replica, room, capacity))
-            self.rooms[replica] = room
+    @rule(
+        replica=st.integers(0, 6),
+        room=st.integers(0, 5),
+        capacity=st.integers(0, 2_000),
+        seats=st.none() | st.integers(0, 5),
+    )
+    def add(self, replica: int, room: int, capacity: int, seats: int | None) -> None:
+        if replica not in self.told:
+            self.both(lambda router: router.add(replica, room, capacity, seats))
+            self.told[replica] = Told(room, room if seats is None else seats)
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.told)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        replica = data.draw(st.sampled_from(sorted(self.rooms)))
-        del self.rooms[replica]
+        replica = data.draw(st.sampled_from(sorted(self.told)))
+        del self.told[replica]
         lost = self.both(lambda router: router.remove(replica))
         assert lost == [key for key, place in self.keys.items() if place == replica]
         self.keys = {key: place for key, place in self.keys.items() if place != replica}
@@ -407,8 +295,8 @@ class Routing(RuleBasedStateMachine):
     def request(self, words: list[str], size: int, stray: int | None) -> None:
         prompt = chain(*words)
         picked = self.both(lambda router: router.pick(prompt, size))
-        assert fault(self.one, prompt, size, picked, self.rooms) is None
-        replica = stray if stray in self.rooms else picked  # a driver may send it elsewhere
+        assert fault(self.one, prompt, picked, self.told) is None
+        replica = stray if stray in self.told else picked  # a driver may send it elsewhere
         if replica is not None:
             key = str(next(self.names))
             self.both(lambda router: router.started(key, replica, prompt, size))
@@ -421,17 +309,18 @@ class Routing(RuleBasedStateMachine):
         del self.keys[key]
         self.both(lambda router: router.finished(key, said))
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.told)
     @rule(data=st.data(), requests=st.integers(0, 10))
     def report(self, data: st.DataObject, requests: int) -> None:
-        replica = data.draw(st.sampled_from(sorted(self.rooms)))
+        replica = data.draw(st.sampled_from(sorted(self.told)))
         self.both(lambda router: router.report(replica, requests))
+        self.told[replica].others = max(requests - self.one.load(replica)[0], 0)
 
     @invariant()
     def sums_are_right(self) -> None:
         self.one.check()
         assert len(self.one) == len(self.keys)
-        for replica in self.rooms:
+        for replica in self.told:
             assert self.one.load(replica)[0] == list(self.keys.values()).count(replica)
 
 
@@ -441,11 +330,11 @@ TestRouting.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 def test_a_router_without_its_bound_is_found_out() -> None:
     router = router_of(3)
-    router._below = lambda mask, bound: [router._replicas[0]]  # type: ignore[method-assign]  # a fault
+    router._fit = lambda *bounds: [router._replicas[0]]  # type: ignore[method-assign]  # a fault
     found = None
     for i in range(5):
         picked = router.pick(chain("a"), 100)
-        found = found or fault(router, chain("a"), 100, picked, dict.fromkeys(range(3), 100))
+        found = found or fault(router, chain("a"), picked, dict.fromkeys(range(3), Told(100, 100)))
         router.started(str(i), 0, chain("a"), 100)
     assert found is not None
     assert found.startswith("0 has ")

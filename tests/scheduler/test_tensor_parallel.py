@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import ray
 
-from paged import LLM, ConfigError, RequestOutput, SamplingParams
+from paged import LLM, ConfigError, RequestOutput, SamplingParams, WorkerLost
 from scheduler.config import EngineConfig
 from scheduler.llm import plan
 from worker.checkpoints import Checkpoint
-from worker.executor import WorkerLost
 from worker.ray_executor import RayExecutor
 from worker.weights import load_weights
 
-POOL = 1600  # tokens: too few for all, so that some give way
-SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 96, "max_num_seqs": 16}
+POOL = 320  # tokens: too few for all, so that some give way
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 96, "max_num_seqs": 16}
 STORY = "Once upon a time there was a small dragon who wanted to read every book in the library of the old town. " * 3
 
 
@@ -123,19 +122,20 @@ def test_weights_are_replaced_at_both_workers(two: LLM, smollm2: Checkpoint) -> 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("settings", [{"attention_backend": "sdpa"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"attention_backend": "sdpa"}, pytest.param({"quantization": "int8"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_other_backends_and_formats_run(one: list[list[list[int]]], settings: dict[str, str]) -> None:
-    """sdpa in float32 gives the same tokens; int8 rounds the rows of a shard as those of the whole."""
+    """sdpa in float32 gives the same tokens; int8, which rounds rows after sums, at least the same in any batch."""
     llm = LLM(tensor_parallel_size=2, threads=1, kv_memory="64MiB", **SETTINGS, **settings)
-    text, params = requests()[0]
-    found = tokens(llm.generate(text, params))
+    texts, params = zip(*requests()[4:7], strict=True)
+    alone = tokens(llm.generate(texts[0], params[0]))
+    together = tokens(llm.generate(list(texts), list(params)))
     llm.close()
-    if "quantization" in settings:
-        whole = LLM(kv_memory="64MiB", **SETTINGS, **settings)
-        assert found == tokens(whole.generate(text, params))
-        whole.close()
-    else:
-        assert found == one[:1]
+    assert together[:1] == alone
+    assert together == one[4:7] or "quantization" in settings
 
 
 @pytest.mark.ray

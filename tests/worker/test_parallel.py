@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from oracles import FAMILIES, tiny
 from parallel_fakes import Threads, engine_of
 
-from paged import ConfigError, RequestOutput, SamplingParams, StepError
+from paged import ConfigError, RequestOutput, SamplingParams, StepError, WorkerLost
 from paged.kernels import library
 from scheduler.engine import Engine
 from scheduler.policy import Rules
 from worker.checkpoints import resolve
-from worker.executor import WorkerLost
 from worker.group import Group
 from worker.kernels import Matrix
 from worker.kernels.native import pack
@@ -31,6 +30,7 @@ from worker.kernels.reference import unpack
 from worker.model_config import ModelConfig
 from worker.parallel import GROUP, shards
 from worker.step import Step
+from worker.tensor_parallel import accept, connect, listen
 from worker.tensors import HEAD, layer_parts
 from worker.weights import cut_weights, load_weights
 
@@ -406,6 +406,19 @@ def test_weights_are_replaced_at_every_worker(folder: Callable[[str], Path], bac
         engine.update_weights(path, {"nonsense": torch.zeros(1)})
     assert tokens(run(engine, requests)) == wanted, "nobody has changed anything"
     engine.close()
+
+
+def test_followers_are_known_by_their_rank_in_whatever_order_they_come(tmp_path: Path) -> None:
+    with listen(tmp_path / "leader", 3) as listener:
+        theirs = {rank: connect(tmp_path / "leader", rank) for rank in (3, 1, 2)}
+        mine = accept(listener, 3, 5.0)
+        for rank, link in enumerate(mine, 1):
+            link.send_bytes(bytes([rank]))
+            assert theirs[rank].recv_bytes() == bytes([rank])
+        with pytest.raises(TimeoutError):
+            accept(listener, 1, 0.1)
+    for link in (*mine, *theirs.values()):
+        link.close()
 
 
 # The group

@@ -1,0 +1,169 @@
+"""`paged launch`, `status`, `scale` and `stop`: clusters on the command line. Tables go to stdout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from paged.errors import ClusterError
+from scheduler import cluster_state
+from scheduler.cluster import Cluster, ReplicaStatus
+from scheduler.config import EngineConfig
+from scheduler.head import end_head, sweep
+
+EVERY = 5.0  # seconds between two lines on how far replicas are
+ENDING = 15.0  # seconds until a launcher that was asked to end must have
+_COLUMNS = (
+    *(("replica", "index"), ("state", "state"), ("node", "node"), ("pid", "pid"), ("threads", "threads")),
+    *(("running", "running"), ("waiting", "waiting"), ("pages", "total_pages"), ("used", "used_pages")),
+    *(("tokens", "output_tokens"), ("restarts", "restarts")),
+)
+
+
+def launch(config: EngineConfig, replicas: int, name: str, address: str | None, detach: bool) -> int:
+    """Start a cluster, and stay until it is stopped, or with `detach` leave it; the exit code."""
+    with _told() as told:
+        try:
+            cluster = Cluster.launch_config(
+                config, replicas=replicas, name=name, address=address, detach=detach, on_progress=_Progress(replicas)
+            )
+        except (KeyboardInterrupt, SystemExit):  # the latter while Ray has SIGTERM
+            _say("stopped before the cluster was up: nothing of it is left")
+            return 128 + (told.number or signal.SIGTERM)
+        try:
+            print(table(cluster.status()), flush=True)
+            if detach:
+                _say(f"cluster {name} is up at {cluster.address}: `paged batch --cluster {name}`, `paged stop`")
+                return 0
+            _say(f"cluster {name} is up at {cluster.address}, until Ctrl-C: `paged batch --cluster {name}` elsewhere")
+            told.wait()
+        finally:
+            if not detach:
+                _say("ending")
+                cluster.stop()
+            cluster.close()
+    return 128 + told.number
+
+
+def status(name: str, address: str | None) -> int:
+    with Cluster.connect(name, address) as cluster:
+        _say(f"cluster {name} at {cluster.address}, model {cluster.model_name}")
+        print(table(cluster.status()))
+    return 0
+
+
+def scale(replicas: int, name: str, address: str | None) -> int:
+    with Cluster.connect(name, address) as cluster:
+        cluster.scale(replicas)
+        end = time.monotonic() + EVERY  # the table shows them
+        while len(cluster.status()) != replicas and time.monotonic() < end:
+            time.sleep(0.1)
+        print(table(cluster.status()))
+    return 0
+
+
+def stop(name: str, address: str | None) -> int:
+    """End a cluster whole, whoever launched it."""
+    state = cluster_state.read(name) if address is None else None
+    if state is None and address is None and sweep():
+        _say("Ray is stopped, which a launch that was killed had left")
+        return 0
+    if state is not None and state.pid is not None and not state.head:
+        _end_launcher(state)
+        _say(f"cluster {name} is stopped, and process {state.pid}, which launched it, has ended")
+        return 0
+    try:
+        with Cluster.connect(name, address, wait=False) as cluster:
+            ended = cluster.num_replicas
+            cluster.stop()
+    except ClusterError as error:
+        if state is None:
+            raise
+        if state.head:
+            end_head(state.address)
+        cluster_state.forget(name, state.address)
+        _say(f"cluster {name} is stopped; its replicas were gone or out of reach: {error}")
+        return 0
+    what = "Ray" if state is not None and state.head else "not Ray, which was there before"
+    _say(f"cluster {name} is stopped: {ended} {'replica has' if ended == 1 else 'replicas have'} ended, {what}")
+    return 0
+
+
+def table(rows: list[ReplicaStatus]) -> str:
+    """One line for each replica."""
+    cells = [[title for title, _ in _COLUMNS]]
+    for row in rows:
+        values = [getattr(row, field) for _, field in _COLUMNS]
+        cells.append(["-" if value is None else str(value) for value in values])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _end_launcher(state: cluster_state.ClusterState) -> None:
+    assert state.pid is not None
+    os.kill(state.pid, signal.SIGTERM)
+    end = time.monotonic() + ENDING
+    while state.alive:
+        if time.monotonic() > end:
+            raise ClusterError(
+                f"process {state.pid}, which launched cluster {state.name}, has not ended: end it by hand"
+            )
+        time.sleep(0.1)
+    cluster_state.forget(state.name, state.address)
+
+
+class _Progress:
+    """Says every few seconds how many replicas are warm."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas, self._next = replicas, time.monotonic() + EVERY
+
+    def __call__(self, rows: list[ReplicaStatus]) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY
+            _say(f"{sum(row.state == 'warm' for row in rows)} of {self._replicas} replicas are warm")
+
+
+class _Told:
+    """Whether Ctrl-C or SIGTERM came, and which."""
+
+    number = 0
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def tell(self, number: int, frame: FrameType | None) -> None:
+        if self.number == 0 and not self._waiting:
+            self.number = number
+            raise KeyboardInterrupt
+        self.number = number
+        self._event.set()
+
+    _waiting = False
+
+    def wait(self) -> None:
+        self._waiting = True
+        while not self._event.wait(1.0):
+            pass
+
+
+@contextmanager
+def _told() -> Iterator[_Told]:
+    told = _Told()
+    before = {number: signal.signal(number, told.tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _say(text: str) -> None:
+    print(f"paged: {text}", file=sys.stderr, flush=True)

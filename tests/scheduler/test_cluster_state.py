@@ -1,0 +1,117 @@
+"""Files that say which clusters there are: names, and what is forgotten because it is no more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paged.errors import ClusterError
+from scheduler import cluster_state, head
+from scheduler.cluster_state import ClusterState
+
+PID = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "paged" / "clusters"
+
+
+def state(name: str = "default", pid: int | None = PID, born: float | None = None) -> ClusterState:
+    return ClusterState(name, "127.0.0.1:1", pid, cluster_state.born(PID) if born is None else born, head=False)
+
+
+def ended_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_is_saved_is_read_and_listed() -> None:
+    state("b").save()
+    state("a.1", pid=None).save()
+    assert cluster_state.read("b") == state("b")
+    assert cluster_state.names() == ["a.1", "b"]
+    assert cluster_state.read("c") is None
+
+
+def test_a_cluster_whose_process_has_ended_is_forgotten(cache: Path) -> None:
+    state(pid=ended_pid()).save()
+    assert cluster_state.read("default") is None
+    assert list(cache.iterdir()) == []
+
+
+def test_a_process_that_has_the_id_of_one_that_ended_is_not_taken_for_it(cache: Path) -> None:
+    state(born=1.0).save()
+    assert cluster_state.names() == []
+    assert list(cache.iterdir()) == []
+
+
+def test_a_zombie_is_no_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read()  # ends with it
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert cluster_state.born(process.pid) is None
+    process.communicate()
+
+
+def test_of_two_launches_of_one_name_the_first_has_it(cache: Path) -> None:
+    state().save()
+    with pytest.raises(ClusterError, match=r"cluster default is there already, at 127\.0\.0\.1:1: stop it, or"):
+        replace(state(), address="127.0.0.1:2").save()
+    assert cluster_state.read("default") == state()
+    assert [file.name for file in cache.iterdir()] == ["default.json"]
+
+
+def test_who_lost_a_name_does_not_forget_the_state_of_who_has_it() -> None:
+    state().save()
+    cluster_state.forget("default", "127.0.0.1:2")
+    assert cluster_state.read("default") is not None
+    cluster_state.forget("default", "127.0.0.1:1")
+    assert cluster_state.read("default") is None
+    cluster_state.forget("default", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "default"}'])
+def test_a_file_that_is_no_state_is_no_cluster_and_does_not_keep_the_name(cache: Path, content: str) -> None:
+    cluster_state.folder()
+    (cache / "default.json").write_text(content)
+    assert cluster_state.read("default") is None
+    state().save()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".x", "x" * 65, "a b", "ä", "a\n", "-x"])
+def test_a_bad_name_is_refused(name: str) -> None:
+    with pytest.raises(ClusterError, match="a cluster's name has letters, digits"):
+        cluster_state.read(name)
+    with pytest.raises(ClusterError, match="a cluster's name has letters, digits"):
+        state(name).save()
+
+
+def test_heads_that_nobody_has_are_swept_and_others_stay(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_PLACE", tmp_path)
+    cluster_state.folder()
+    us, gone = cluster_state.born(PID), ended_pid()
+    for port, pid in ((1, gone), (2, gone), (3, PID)):
+        (cache / f"{port}.head").write_text(f'{{"pid": {pid}, "born": {us}}}')
+        (tmp_path / f"paged-ray-{port}").mkdir()
+    replace(state(), head=True).save()  # of port 1: it is a cluster's; the launcher of 3 is still there
+    sleeper = [sys.executable, "-c", "import time; time.sleep(99)", f"--temp-dir={tmp_path / 'paged-ray-2'}"]
+    reader = [*sleeper[:-1], str(tmp_path / "paged-ray-2" / "head.log")]
+    with subprocess.Popen(sleeper) as left, subprocess.Popen(reader) as other:
+        assert head.sweep() == 1
+        assert left.wait(10) is not None
+        assert other.poll() is None
+        other.kill()
+    assert sorted(file.name for file in cache.iterdir()) == ["1.head", "3.head", "default.json"]
+    assert sorted(folder.name for folder in tmp_path.glob("paged-ray-*")) == ["paged-ray-1", "paged-ray-3"]
+    assert head.sweep() == 0
