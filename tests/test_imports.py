@@ -26,7 +26,7 @@ ONLY_IN = {
     "prometheus_client": {"scheduler/prometheus.py"},
     "ray": {
         "worker/ray_executor.py",
-        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "placement", "ray_data")),
+        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "head", "placement", "ray_data")),
     },
 }
 
