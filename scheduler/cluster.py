@@ -32,6 +32,7 @@ from scheduler.cluster_state import ClusterState
 from scheduler.config import EngineConfig
 from scheduler.desk import LineRequest, PromptRequest, Response, Result
 from scheduler.driver import Driver, Peer, State
+from scheduler.head import Head
 from scheduler.llm import Params, Prompt, is_one_prompt, plan
 from scheduler.outputs import EngineStats, RequestOutput
 from scheduler.replica import Replica
@@ -132,7 +133,7 @@ class Cluster:
         if address is None:
             plan(config)  # refuses what cannot work before anything is started
         namespace = _namespace(name)
-        home = placement.start(namespace, detached=detach) if address is None else placement.join(address, namespace)
+        home = placement.start(namespace) if address is None else placement.join(address, namespace)
         try:
             if name is not None:
                 _claim(name, home, detach)
@@ -164,7 +165,7 @@ class Cluster:
             raise ClusterError(f"no cluster {name}; there are: {known}: start it by `paged launch --name {name}`")
         home = placement.join(address or state.address, _namespace(name))  # type: ignore[union-attr]
         if state is not None and state.head and state.address == home.address:
-            home.head = state.pid
+            home.head = Head(state.pid, state.address)  # type: ignore[arg-type]
         made = cls(home, name, detached=True)
         try:
             made._find(name, wait)
@@ -390,9 +391,12 @@ def _claim(name: str, home: placement.Home, detach: bool) -> None:
     """Take a name. Raises ClusterError where another has it, also one who launched elsewhere over the same Ray."""
     if indices_of(_namespace(name)):
         raise ClusterError(cluster_state.taken(name))
-    pid = home.head or (None if detach else os.getpid())
+    head = home.head if detach else None
+    pid = head.pid if head is not None else None if detach else os.getpid()
     born = None if pid is None else cluster_state.born(pid)
-    ClusterState(name, home.address, pid, born, head=home.head is not None).save()
+    ClusterState(name, home.address, pid, born, head=head is not None).save()
+    if head is not None:
+        head.stay()
 
 
 def _let_go(

@@ -15,7 +15,7 @@ from paged.errors import ClusterError
 from scheduler import cluster_state
 from scheduler.cluster import Cluster, ReplicaStatus
 from scheduler.config import EngineConfig
-from scheduler.head import end_head, sweep
+from scheduler.head import end_head
 
 EVERY = 5.0  # seconds between two lines on how far replicas are
 ENDING = 15.0  # seconds until a launcher that was asked to end must have
@@ -71,9 +71,6 @@ def scale(replicas: int, name: str, address: str | None) -> int:
 def stop(name: str, address: str | None) -> int:
     """End a cluster whole, whoever launched it."""
     state = cluster_state.read(name) if address is None else None
-    if state is None and address is None and sweep():
-        _say("Ray is stopped, which a launch that was killed had left")
-        return 0
     if state is not None and state.pid is not None and not state.head:
         _end_launcher(state)
         _say(f"cluster {name} is stopped, and process {state.pid}, which launched it, has ended")

@@ -1,78 +1,175 @@
-"""Head: a Ray on this machine in processes of its own, which outlives who started it. One for each detached cluster.
+"""Head: a process of ours that has a Ray below it, on the loopback interface of this machine. One for each cluster.
 
-All its files are in a folder of its own, whose path is in the command lines of its processes. From before it begins
-until it has ended a note of it lies among the clusters' states, so that a head whose launcher was killed before the
-cluster had its state is found, and ended by the next `launch --detach` or `stop`.
+It ends Ray in order and then itself when whoever started it ends, however that is, unless it was told to stay: so a
+killed job leaves nothing, and a detached cluster is one that was told. All its files are in a folder of its own, whose
+path is in the command lines of the processes below it.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import re
+import secrets
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from paged.errors import ClusterError
-from scheduler import cluster_state
 
 OBJECTS = 200 * 2**20  # bytes of Ray's object store, which holds next to nothing of ours
-STARTING = 60.0  # seconds until a head must answer
 ENDING = 10.0  # seconds in which it ends by itself
 LOOPBACK = "127.0.0.1"
-_RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _PLACE = Path("/tmp")  # as Ray's own: sockets' paths may have 107 bytes, and TMPDIR is another for who stops it
+_READY, _STAY = b"ready\n", b"stay\n"
 
 
-def start_head(cpus: int) -> tuple[int, str]:
-    """Start one. Its process, with which all others end, and its address. Raises ClusterError."""
-    port, client_port = _free_ports(2)
+@dataclass(slots=True)
+class Head:
+    """A head that runs. pipe: to the one that we started, as long as it ends with us."""
+
+    pid: int
+    address: str
+    pipe: IO[bytes] | None = None
+
+    def stay(self) -> None:
+        """Let it outlive this process."""
+        if self.pipe is not None:
+            self.pipe.write(_STAY)
+            self.pipe.flush()
+            self.let_go()
+
+    def let_go(self) -> None:
+        if self.pipe is not None:
+            self.pipe.close()
+            self.pipe = None
+
+
+def start_head(cpus: int) -> Head:
+    """Start one; it ends with this process until it is told to stay. Raises ClusterError."""
+    port = _free_port()
     address = f"{LOOPBACK}:{port}"
     _folder(address).mkdir(mode=0o700)  # of a name that nobody else has
     ensure_token()
-    command = [*_RAY, "start", "--head", "--block", f"--port={port}", f"--ray-client-server-port={client_port}"]
-    command += ["--min-worker-port=0", "--max-worker-port=0"]  # any, as there may be other heads on this machine
-    command += [f"--node-ip-address={LOOPBACK}", "--include-dashboard=false", "--disable-usage-stats"]
-    command += [f"--num-cpus={cpus}", f"--object-store-memory={OBJECTS}", f"--temp-dir={_folder(address)}"]
-    us = {"pid": os.getpid(), "born": cluster_state.born(os.getpid())}
-    _note(address).write_text(json.dumps(us) + "\n")
+    log = _folder(address) / "head.log"
+    call = f"from scheduler.head import run_head; run_head({port}, {cpus}, {os.getpid()})"
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_GCS_SERVER_PORT": str(port)}
     try:
-        return _wait(command, _folder(address) / "head.log"), address
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-c", call, f"--folder={_folder(address)}"],  # by which it is found
+                env={"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"} | environ,
+                cwd=_folder(address),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for whoever started it
+            )
+        process.returncode = 0  # it may outlive this object
+        assert process.stdin is not None
+        assert process.stdout is not None
+        head = Head(process.pid, address, process.stdin)
+        with process.stdout as out:
+            if out.readline() != _READY:
+                head.let_go()
+                said = " ".join(log.read_text(errors="replace").split())
+                raise ClusterError(f"Ray could not be started: {said[-400:]}")  # noqa: TRY301  its files go too
     except BaseException:
         end_head(address)
         raise
+    return head
+
+
+def run_head(port: int, cpus: int, starter: int) -> None:
+    """The process of a head. It says on stdout when Ray is up, and is told on stdin to stay when its starter ends."""
+    import ray
+
+    folder, is_up = _folder(f"{LOOPBACK}:{port}"), False
+    try:
+        with on_loopback():
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                object_store_memory=OBJECTS,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder / "ray"),  # which it opens to everybody: so it lies in one of ours
+            )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        sys.stdout.buffer.write(_READY)
+        sys.stdout.buffer.flush()
+        is_up = True
+        node: Any = ray._private.worker._global_node
+        listens, told = True, False
+        while not node.dead_processes() and (told or os.getppid() == starter):
+            time.sleep(0.2)
+            if listens and select.select([0], [], [], 0)[0]:
+                listens, told = False, os.read(0, len(_STAY)) == _STAY  # else the pipe was closed
+    finally:
+        ray.shutdown()
+        if is_up or os.getppid() != starter:  # else it reads in the log what was wrong
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Within, Ray takes 127.0.0.1 for the address of a node, and then listens nowhere else.
+
+    It does so on systems where it has no clusters, and can be told that this is one; else it would take the address of
+    the outer interface, whatever it is given, and listen on all.
+    """
+    from ray._private import ray_constants as constants
+
+    name, enabled = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False  # for what is started now, and for this process
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = enabled
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def is_on_loopback(address: str) -> bool:
+    """Whether a Ray listens there alone: one at 127.0.0.1 that does not answer on the outer interface."""
+    from ray._private.services import get_node_ip_address
+
+    host, _, port = address.rpartition(":")
+    return host == LOOPBACK and silence(f"{get_node_ip_address()}:{port}") is not None
+
+
+def silence(address: str, seconds: float = 5.0) -> Exception | None:
+    """Why nobody answers there; None if somebody does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), seconds).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return error
+    return None
 
 
 def ensure_token() -> None:
-    """Who connects must have it; without one Ray would let in everybody."""
+    """Who connects must have it; without one Ray would let in everybody. Ray's own would be for all users to read."""
     if not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        # Makes one, or finds the one there.
-        subprocess.run([*_RAY, "get-auth-token", "--generate"], capture_output=True, check=True)
-
-
-def _wait(command: list[str], log: Path) -> int:
-    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            env={"RAY_AUTH_MODE": "token"} | environ,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    end = time.monotonic() + STARTING
-    while "Ray runtime started" not in log.read_text(errors="replace"):
-        if process.poll() is not None or time.monotonic() > end:
-            said = " ".join(log.read_text(errors="replace").split())
-            raise ClusterError(f"Ray could not be started: {said[-400:]}")
-        time.sleep(0.1)
-    return process.pid
+        file = Path.home() / ".ray" / "auth_token"
+        file.parent.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            file.touch(0o600, exist_ok=False)
+            file.write_text(secrets.token_hex(32))
 
 
 def end_head(address: str) -> None:
@@ -96,41 +193,13 @@ def end_head(address: str) -> None:
             process.kill()
     psutil.wait_procs(alive, ENDING)
     shutil.rmtree(folder, ignore_errors=True)
-    _note(address).unlink(missing_ok=True)
-
-
-def sweep() -> int:
-    """End heads that no cluster has and whose launcher is gone; how many there were."""
-    found = 0
-    states = [state for name in cluster_state.names() if (state := cluster_state.read(name)) is not None]
-    taken = {state.address for state in states if state.head}
-    for note in cluster_state.folder().glob("*.head"):
-        address = f"{LOOPBACK}:{note.stem}"
-        try:
-            launcher = json.loads(note.read_text())
-            starting = cluster_state.born(launcher["pid"]) == launcher["born"]
-        except (OSError, ValueError):
-            starting = False
-        if address not in taken and not starting:
-            end_head(address)
-            found += 1
-    return found
-
-
-def _note(address: str) -> Path:
-    return cluster_state.folder() / f"{address.rpartition(':')[2]}.head"
 
 
 def _folder(address: str) -> Path:
     return _PLACE / f"paged-ray-{address.rpartition(':')[2]}"
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind((LOOPBACK, 0))
+        return int(one.getsockname()[1])

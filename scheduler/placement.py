@@ -1,6 +1,6 @@
 """Placement: where replicas are. Starts Ray or joins it, compares versions, and asks for room by need.
 
-    start, join -> Home     a Ray of this process, which ends with it; a head of its own (detached); or somebody else's
+    start, join -> Home     a Ray below a head of ours (head.py), or somebody else's
     need_of -> Need         what a worker of a replica takes: CPUs (its threads), GPUs, memory
     place -> placement groups, one for each replica, a bundle for each worker, all of a replica on one node
 
@@ -16,14 +16,14 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paged.errors import ClusterError, ConfigError
 from scheduler.config import EngineConfig, parse_memory
-from scheduler.head import LOOPBACK, OBJECTS, end_head, start_head, sweep
+from scheduler.head import Head, end_head, is_on_loopback, on_loopback, silence, start_head
 
 PLACING = 15.0  # seconds
 PACKAGES = ("paged-kv", "ray", "torch", "transformers")
@@ -60,26 +60,32 @@ class Placement:
 
 @dataclass(slots=True)
 class Home:
-    """A Ray that this process is connected to. head: process id of one that we started for it, and that outlives us."""
+    """A Ray that this process is connected to. head: of one that was started for a cluster; it may be another's."""
 
     address: str
     connected: bool  # by us: else it was the caller's before
-    head: int | None = None
+    head: Head | None = None
 
     def leave(self) -> None:
-        """Let go of it. What was started in this process ends."""
+        """Let go of it. What was started here and not told to stay ends."""
         if self.connected:
             import ray
 
             self.connected = False
             ray.shutdown()
+        if self.head is not None and self.head.pipe is not None:
+            self.head.let_go()
+            self._end_head()
 
     def end(self) -> None:
-        """Let go of it, and end the head where it is ours."""
+        """Let go of it, and end the head where there is one."""
         self.leave()
+        self._end_head()
+
+    def _end_head(self) -> None:
         if self.head is not None:
-            end_head(self.address)
             self.head = None
+            end_head(self.address)
 
 
 def need_ray() -> Any:
@@ -93,28 +99,21 @@ def need_ray() -> Any:
     return ray
 
 
-def start(namespace: str, *, detached: bool = False) -> Home:
-    """Start Ray on this machine: in this process, with which it ends, or detached as processes of their own."""
+def start(namespace: str) -> Home:
+    """Start Ray on this machine; it ends with this process, however that ends, until its head is told to stay.
+
+    A process that is connected already stays so, and what is there is not ours.
+    """
     ray = need_ray()
-    if detached:
-        sweep()
-        head, address = start_head(node_cpus())
-        try:
-            return replace(join(address, namespace), head=head)
-        except BaseException:
-            end_head(address)
-            raise
     if ray.is_initialized():
         return Home(ray.get_runtime_context().gcs_address, connected=False)
-    _connect(
-        "local",
-        num_cpus=node_cpus(),
-        object_store_memory=OBJECTS,
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,
-        **_quiet(namespace),
-    )
-    return Home(ray.get_runtime_context().gcs_address, connected=True)
+    head = start_head(node_cpus())
+    try:
+        return replace(join(head.address, namespace), head=head)
+    except BaseException:
+        head.let_go()
+        end_head(head.address)
+        raise
 
 
 def join(address: str, namespace: str) -> Home:
@@ -125,13 +124,10 @@ def join(address: str, namespace: str) -> Home:
         if ours != address:
             raise ClusterError(f"this process is connected to the Ray at {ours}, not {address}: call ray.shutdown()")
         return Home(address, connected=False)
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head") from None
+    if (error := silence(address)) is not None:
+        raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head")
     _compare(cluster_versions(address), address)
-    _connect(address, **_quiet(namespace))
+    _connect(address, namespace)
     return Home(address, connected=True)
 
 
@@ -295,25 +291,17 @@ def _amount(name: str, value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if name == "memory" else f"{value:g} {name}"
 
 
-def _connect(*args: Any, **settings: Any) -> None:
+def _connect(address: str, namespace: str) -> None:
     """ray.init. It takes SIGTERM for itself: who had a handler keeps it. Raises ClusterError."""
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(*args, **settings)
+        with on_loopback() if is_on_loopback(address) else nullcontext():
+            ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # noqa: BLE001  some are of no class of their own
         with suppress(Exception):
             ray.shutdown()
-        what = "started here" if args[0] == "local" else f"joined at {args[0]}"
-        raise ClusterError(f"Ray cannot be {what}: {error}") from None
+        raise ClusterError(f"Ray cannot be joined at {address}: {error}") from None
     if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _quiet(namespace: str) -> dict[str, Any]:
-    return {
-        "namespace": namespace,
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }

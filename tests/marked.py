@@ -66,16 +66,14 @@ def until(seconds: float) -> Iterator[None]:
         time.sleep(0.1)
 
 
-def none_left(
-    mark: str, seconds: float, shared: Iterable[Path] = (), but: tuple[str, ...] = ()
-) -> tuple[dict[int, str], set[Path]]:
-    """Processes with this mark, `but` those whose command line begins so, and files of these that are there in the end.
+def none_left(mark: str, seconds: float, shared: Iterable[Path] = ()) -> tuple[dict[int, str], set[Path]]:
+    """Processes with this mark, and files of these, that are there in the end; waits until there are no processes.
 
-    Waits no longer than so many seconds until there are none.
+    No longer than so many seconds.
     """
     found = marked(mark)
     for _ in until(seconds):
-        found = {pid: line for pid, line in marked(mark).items() if not line.startswith(but)} if but else marked(mark)
+        found = marked(mark)
         if not found:
             break
     return found, {file for file in shared if file.exists()}

@@ -26,7 +26,7 @@ ONLY_IN = {
     "prometheus_client": {"scheduler/prometheus.py"},
     "ray": {
         "worker/ray_executor.py",
-        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "placement", "ray_data")),
+        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "head", "placement", "ray_data")),
     },
 }
 BY_NAME = {"paged/attention/xformers.py"}  # import it by its name as text, which the scan does not see

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import re
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -75,14 +76,16 @@ def detached(place: Place) -> Iterator[Place]:
     assert re.search(r"cluster default is up at 127\.0\.0\.1:\d+: `paged batch --cluster default`, `paged stop`", err)
     yield place
     shared = shared_files(place.mark)
-    files = [f"/tmp/paged-ray-{name.removesuffix('.head')}" for name in place.files if name.endswith(".head")]
-    assert len(files) == 1
-    assert Path(files[0]).is_dir()
+    (state,) = [json.loads((place.cache / "paged" / "clusters" / name).read_text()) for name in place.files]
+    files = Path(f"/tmp/paged-ray-{state['address'].rpartition(':')[2]}")
+    assert stat.S_IMODE(files.stat().st_mode) & 0o077 == 0
+    below = psutil.Process(state["pid"]).children(recursive=True)
     _, err = place.run("stop")
     assert err == "paged: cluster default is stopped: 1 replica has ended, Ray\n"
     assert none_left(place.mark, 15, shared) == NONE
     assert place.files == set()
-    assert not Path(files[0]).exists()
+    assert not files.exists()
+    assert psutil.wait_procs(below, 0)[1] == []
 
 
 @pytest.fixture
@@ -171,6 +174,17 @@ def test_a_cluster_that_joined_another_ray_ends_without_it(
     assert {actor["namespace"] for actor in actors} == {"paged-default"}
 
 
+def test_a_ray_of_ours_listens_on_the_loopback_interface_alone(detached: Place, here: Place) -> None:
+    state = cluster_state.read("default")
+    assert state is not None
+    assert state.pid is not None
+    head = psutil.Process(state.pid)
+    found = {
+        one.laddr.ip for p in (head, *head.children(recursive=True)) for one in p.net_connections() if not one.raddr
+    }
+    assert found == {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
 # Launches that stay
 
 
@@ -194,9 +208,11 @@ def test_a_launch_that_stays_ends_by_ctrl_c_by_stop_and_when_killed(detached: Pl
     assert err == f"paged: cluster stop is stopped, and process {pid}, which launched it, has ended\n"
     runs["stop"].wait(15)
     assert none_left(marks["stop"], 15, shared["stop"]) == NONE
+    below = psutil.Process(runs["killed"].pid).children(recursive=True)  # some of them hide their marks
+    assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {one.cmdline()[0].strip() for one in below}
     runs["killed"].kill()
-    # Ray's own agents try for a minute to reach what was killed with them, and then end.
-    assert none_left(marks["killed"], 60, shared["killed"], but=("ray::DashboardAgent", "ray::RuntimeEnvAgent")) == NONE
+    assert none_left(marks["killed"], 60, shared["killed"]) == NONE
+    assert psutil.wait_procs(below, 60)[1] == []
     for process in runs.values():
         process.communicate()
     assert [process.returncode for process in runs.values()] == [130, 143, -signal.SIGKILL]
@@ -209,20 +225,18 @@ def test_a_launch_that_stays_ends_by_ctrl_c_by_stop_and_when_killed(detached: Pl
 def test_a_launch_that_ends_while_its_head_starts_leaves_nothing(
     place: Place, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Killed, it leaves a head for a while: the next stop or launch ends it."""
+    """However it ends: its head ends by itself."""
     alone = Place(place.model, f"{place.mark}-start-{number.name}", tmp_path)
     process = alone.start("launch", *place.settings, "--detach")
     for _ in until(60):
         if any("ray/gcs/gcs_server" in line for line in marked(alone.mark).values()):
             break
+    below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
-    if number == signal.SIGKILL:
-        assert [name for name in alone.files if name.endswith(".json")] == []
-        _, err = alone.run("stop")
-        assert err == "paged: Ray is stopped, which a launch that was killed had left\n"
-    assert none_left(alone.mark, 15) == NONE
+    assert none_left(alone.mark, 60) == NONE
+    assert psutil.wait_procs(below, 60)[1] == []
     assert alone.files == set()
 
 

@@ -95,23 +95,19 @@ def test_a_bad_name_is_refused(name: str) -> None:
         state(name).save()
 
 
-def test_heads_that_nobody_has_are_swept_and_others_stay(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_head_is_for_its_own_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known by an option with its folder, not by any mention of that."""
     monkeypatch.setattr(head, "_PLACE", tmp_path)
-    cluster_state.folder()
-    us, gone = cluster_state.born(PID), ended_pid()
-    for port, pid in ((1, gone), (2, gone), (3, PID)):
-        (cache / f"{port}.head").write_text(f'{{"pid": {pid}, "born": {us}}}')
-        (tmp_path / f"paged-ray-{port}").mkdir()
-    replace(state(), head=True).save()  # of port 1: it is a cluster's; the launcher of 3 is still there
-    sleeper = [sys.executable, "-c", "import time; time.sleep(99)", f"--temp-dir={tmp_path / 'paged-ray-2'}"]
-    reader = [*sleeper[:-1], str(tmp_path / "paged-ray-2" / "head.log")]
-    with subprocess.Popen(sleeper) as left, subprocess.Popen(reader) as other:
-        assert head.sweep() == 1
-        assert left.wait(10) is not None
-        assert other.poll() is None
-        other.kill()
-    assert sorted(file.name for file in cache.iterdir()) == ["1.head", "3.head", "default.json"]
-    assert sorted(folder.name for folder in tmp_path.glob("paged-ray-*")) == ["paged-ray-1", "paged-ray-3"]
-    assert head.sweep() == 0
+    (tmp_path / "paged-ray-2").mkdir()
+    sleeper = [sys.executable, "-c", "import time; time.sleep(99)"]
+    options = [f"--temp-dir={tmp_path}/paged-ray-2", f"--temp-dir={tmp_path}/paged-ray-20", f"{tmp_path}/paged-ray-2/x"]
+    ours, other, reader = (subprocess.Popen([*sleeper, option]) for option in options)
+    try:
+        head.end_head("127.0.0.1:2")
+        assert ours.wait(10) is not None
+        assert (other.poll(), reader.poll()) == (None, None)
+    finally:
+        for process in (ours, other, reader):
+            process.kill()
+            process.wait()
+    assert list(tmp_path.iterdir()) == []
