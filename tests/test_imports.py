@@ -29,6 +29,7 @@ ONLY_IN = {
         *(f"scheduler/{name}.py" for name in ("actors", "cluster", "head", "placement", "ray_data")),
     },
 }
+BY_NAME = {"paged/attention/xformers.py"}  # import it by its name as text, which the scan does not see
 
 
 def files(package: str) -> list[Path]:
@@ -80,7 +81,7 @@ def test_imports_point_one_way(package: str) -> None:
 def test_what_is_optional_is_imported_in_its_own_files_only(heavy: str) -> None:
     everywhere = [file for package in ABOVE for file in files(package)]
     found = {file.relative_to(HOME).as_posix() for file in everywhere if heavy in imported(file)}
-    assert found <= ONLY_IN[heavy]
+    assert found == ONLY_IN[heavy] - BY_NAME
 
 
 def test_the_scan_sees_imports_in_functions_and_not_those_for_type_checkers(tmp_path: Path) -> None:
