@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,7 @@ from scheduler.config import EngineConfig, parse_memory
 from scheduler.head import Head, end_head, is_on_loopback, on_loopback, silence, start_head
 
 PLACING = 15.0  # seconds
+RELEASING = 10.0  # seconds
 PACKAGES = ("paged-kv", "ray", "torch", "transformers")
 SEES_NONE = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}  # else who asks for no GPU sees all, as Ray changes nothing then
 
@@ -213,19 +215,14 @@ def place(needs: list[Need], timeout: float, names: list[str], detached: bool) -
     was asked, what is available, and where; nothing is kept then.
     """
     ray = need_ray()
-    placed = [
-        Placement(
-            name,
-            need,
-            ray.util.placement_group(
-                [need.bundle] * need.workers, "STRICT_PACK", name, lifetime="detached" if detached else None
-            ),
-        )
-        for name, need in zip(names, needs, strict=True)
-    ]
     end = time.monotonic() + timeout
+    placed: list[Placement] = []
     try:
-        missing = [one for one in placed if not one.group.wait(max(0.0, end - time.monotonic()))]
+        for name, need in zip(names, needs, strict=True):
+            bundles, lifetime = [need.bundle] * need.workers, "detached" if detached else None
+            group = ray.util.placement_group(bundles, "STRICT_PACK", name, lifetime=lifetime)
+            placed.append(Placement(name, need, group))
+        missing = _wait(placed, end)
         if missing:
             raise ClusterError(_no_room(placed, missing, timeout))  # noqa: TRY301  what was placed is given up
     except BaseException:
@@ -235,12 +232,46 @@ def place(needs: list[Need], timeout: float, names: list[str], detached: bool) -
     return placed
 
 
-def release(names: list[str]) -> None:
-    """Give up the room of these names, whoever made it."""
+def _wait(placed: list[Placement], end: float) -> list[Placement]:
+    """Those for which there is no room until then."""
+    import ray
+
+    waiting = {one.group.ready(): one for one in placed}
+    while waiting and (left := end - time.monotonic()) > 0:
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, 0.5))  # a signal is seen between
+        for one in ready:
+            del waiting[one]
+    return list(waiting.values())
+
+
+def release(namespace: str, names: Collection[str] | None = None) -> None:
+    """Give up the room in a namespace, all or of these replicas, whoever made it, and whether or not they ever were up.
+
+    Its names are free then: waits until Ray has forgotten it. Raises ClusterError if that takes too long.
+    """
     ray = need_ray()
-    for name in names:
-        with suppress(ValueError):  # there is none
-            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    end = time.monotonic() + RELEASING
+    asked = set[str]()
+    while True:
+        table = ray.util.placement_group_table()
+        names_of = {key: one["name"] for key, one in table.items() if one["state"] != "REMOVED"}
+        ours = {key: name for key, name in names_of.items() if name.startswith(f"{namespace}/")}
+        left = [key for key, name in ours.items() if names is None or name.removeprefix(f"{namespace}/") in names]
+        if not left:
+            return
+        for key in set(left) - asked:
+            asked.add(key)
+            ray.util.remove_placement_group(_group(key))
+        if time.monotonic() > end:
+            raise ClusterError(f"Ray does not give up the room of {', '.join(sorted(ours[key] for key in left))}")
+        time.sleep(0.05)
+
+
+def _group(key: str) -> Any:
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(key)))
 
 
 def options(placement: Placement, bundle: int) -> dict[str, Any]:

@@ -211,6 +211,7 @@ def test_a_replica_that_cannot_load_raises_its_own_error_and_leaves_nothing(tmp_
     with pytest.raises(CheckpointError, match="is broken"):
         launched(tmp_path, 2)
     until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    assert [one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"] == []
 
 
 def test_replicas_that_come_late_are_taken_and_those_that_are_dismissed_lose_nothing(tmp_path: Path) -> None:
