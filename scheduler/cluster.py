@@ -32,10 +32,10 @@ from scheduler.cluster_state import ClusterState
 from scheduler.config import EngineConfig
 from scheduler.desk import LineRequest, PromptRequest, Response, Result
 from scheduler.driver import Driver, Peer, State
-from scheduler.head import Head
 from scheduler.llm import Params, Prompt, is_one_prompt, plan
 from scheduler.outputs import EngineStats, RequestOutput
 from scheduler.replica import Replica
+from worker.head import Head
 from worker.step import SamplingParams
 
 

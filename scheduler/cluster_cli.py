@@ -15,7 +15,7 @@ from paged.errors import ClusterError
 from scheduler import cluster_state
 from scheduler.cluster import Cluster, ReplicaStatus
 from scheduler.config import EngineConfig
-from scheduler.head import end_head
+from worker.head import end_head
 
 EVERY = 5.0  # seconds between two lines on how far replicas are
 ENDING = 15.0  # seconds until a launcher that was asked to end must have

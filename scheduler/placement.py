@@ -24,7 +24,7 @@ from typing import Any
 
 from paged.errors import ClusterError, ConfigError
 from scheduler.config import EngineConfig, parse_memory
-from scheduler.head import Head, end_head, is_on_loopback, on_loopback, silence, start_head
+from worker.head import Head, end_head, is_on_loopback, on_loopback, silence, start_head, use_token
 
 PLACING = 15.0  # seconds
 RELEASING = 10.0  # seconds
@@ -96,8 +96,6 @@ def need_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(f"a cluster needs Ray: pip install 'paged-kv[ray]' ({error})") from None
-    # Who may connect is Ray's own default, a token in the user's home: it need not be said at every start.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     return ray
 
 
@@ -128,6 +126,7 @@ def join(address: str, namespace: str) -> Home:
         return Home(address, connected=False)
     if (error := silence(address)) is not None:
         raise ClusterError(f"no Ray answers at {address} ({error}): give the host:port of its head")
+    use_token()
     _compare(cluster_versions(address), address)
     _connect(address, namespace)
     return Home(address, connected=True)
@@ -138,9 +137,7 @@ def cluster_versions(address: str) -> tuple[str, str] | None:
     try:
         from ray import _raylet
         from ray._common.usage.usage_lib import get_cluster_metadata
-        from ray._private.authentication import authentication_token_setup as tokens
 
-        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         found = get_cluster_metadata(_raylet.GcsClient(address=address))  # type: ignore[attr-defined]
         return str(found["ray_version"]), str(found["python_version"])
     except Exception:  # noqa: BLE001  these are Ray's own: it compares for itself when it connects, and says so

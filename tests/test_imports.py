@@ -25,8 +25,9 @@ ONLY_IN = {
     "xformers": {"paged/attention/xformers.py"},
     "prometheus_client": {"scheduler/prometheus.py"},
     "ray": {
+        "worker/head.py",
         "worker/ray_executor.py",
-        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "head", "placement", "ray_data")),
+        *(f"scheduler/{name}.py" for name in ("actors", "cluster", "placement", "ray_data")),
     },
 }
 BY_NAME = {"paged/attention/xformers.py"}  # import it by its name as text, which the scan does not see

@@ -15,6 +15,7 @@ from paged.errors import ConfigError
 from paged.layout import KVLayout
 from worker.executor import WorkerLost
 from worker.group import Group
+from worker.head import Head, end_head, on_loopback, start_head, use_token
 from worker.loading import load_runner
 from worker.model_config import ModelConfig
 from worker.parallel import Shard, shards
@@ -29,8 +30,8 @@ except ImportError as error:
 
 PLACING = 60.0  # seconds until a worker that Ray has no place for is given up; one in a placement group has its place
 _ENDING = 5.0  # seconds in which workers end by themselves
-_OBJECTS = 100 * 2**20  # bytes of a Ray of our own for its objects, of which there are none
 _executors = 0  # over a Ray that was started here, which ends with the last of them
+_head: Head | None = None  # of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +158,33 @@ class RayExecutor(ParallelExecutor):
             _executors -= 1
             if not _executors:
                 ray.shutdown()
+                _end_head()
 
 
 def _start(cpus: int) -> bool:
     """Whether Ray is one that was started here: now, if there is none in this process."""
-    global _executors
+    global _executors, _head
     if not ray.is_initialized():
-        _executors = 0
-        ray.init(
-            "local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=_OBJECTS,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+        _executors, _head = 0, start_head(cpus)
+        try:
+            use_token()
+            with on_loopback():
+                ray.init(_head.address, logging_level=logging.ERROR, log_to_driver=False)
+        except BaseException:
+            _end_head()
+            raise
     elif not _executors:
         return False
     _executors += 1
     return True
+
+
+def _end_head() -> None:
+    global _head
+    if _head is not None:
+        _head.let_go()
+        end_head(_head.address)
+        _head = None
 
 
 def _places(size: int, device: str, cpus: float) -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from paged.errors import ClusterError
-from scheduler import cluster_state, head
+from scheduler import cluster_state
 from scheduler.cluster_state import ClusterState
+from worker import head
 
 PID = os.getpid()
 

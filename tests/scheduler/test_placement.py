@@ -15,10 +15,11 @@ from marked import make_tiny_model
 
 from paged import EngineConfig
 from paged.errors import ClusterError
-from scheduler import cli, cluster_state, head, placement
+from scheduler import cli, cluster_state, placement
 from scheduler.cluster import Cluster
-from scheduler.head import ensure_token
 from scheduler.placement import Need
+from worker import head
+from worker.head import ensure_token
 
 pytestmark = pytest.mark.ray
 ONE = Need(cpus=1, gpus=0, memory=0, workers=1)

@@ -55,13 +55,16 @@ class Head:
 
 
 def start_head(cpus: int) -> Head:
-    """Start one; it ends with this process until it is told to stay. Raises ClusterError."""
+    """Start one; it ends with this process until it is told to stay. Raises ClusterError.
+
+    Who joins it needs `use_token`, and is `on_loopback` meanwhile.
+    """
     port = _free_port()
     address = f"{LOOPBACK}:{port}"
     _folder(address).mkdir(mode=0o700)  # of a name that nobody else has
     ensure_token()
     log = _folder(address) / "head.log"
-    call = f"from scheduler.head import run_head; run_head({port}, {cpus}, {os.getpid()})"
+    call = f"from worker.head import run_head; run_head({port}, {cpus}, {os.getpid()})"
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_GCS_SERVER_PORT": str(port)}
     try:
@@ -150,6 +153,15 @@ def is_on_loopback(address: str) -> bool:
 
     host, _, port = address.rpartition(":")
     return host == LOOPBACK and silence(f"{get_node_ip_address()}:{port}") is not None
+
+
+def use_token() -> None:
+    """Let this process show Ray's token where it joins: Ray does so unasked only where it starts. Old ones don't."""
+    with suppress(ImportError):
+        from ray._private.authentication import authentication_token_setup as tokens
+
+        logging.getLogger(tokens.__name__).setLevel(logging.ERROR)  # that it is on need not be said at every start
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def silence(address: str, seconds: float = 5.0) -> Exception | None:
