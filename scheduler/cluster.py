@@ -343,6 +343,7 @@ class Cluster:
         need = placement.need_of(config, plan(config, runs_here=False).weight_bytes)
         names = [f"{PREFIX}{index}" for index in indices]
         rooms = [f"{self._namespace}/{name}" for name in names]
+        placement.release(rooms)  # of a replica of this number that is lost
         placed = placement.place([need] * len(names), placement_timeout, rooms, self._detached)
         actor = actor_class(self._replica)
         for index, name, one in zip(indices, names, placed, strict=True):
@@ -414,7 +415,7 @@ def _let_go(
         with suppress(Exception):  # of a Ray that is gone nothing is left
             for index in indices_of(namespace):
                 end_replica(namespace, index)
-                placement.release([f"{namespace}/{PREFIX}{index}"])
+            placement.release(placement.rooms(namespace))
     home.end()
     if name is not None:
         cluster_state.forget(name, home.address)

@@ -243,6 +243,13 @@ def release(names: list[str]) -> None:
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
 
 
+def rooms(namespace: str) -> list[str]:
+    """The names of all room in it, also of replicas that have ended."""
+    ray = need_ray()
+    groups = ray.util.placement_group_table().values()
+    return [one["name"] for one in groups if one["name"].startswith(f"{namespace}/") and one["state"] != "REMOVED"]
+
+
 def options(placement: Placement, bundle: int) -> dict[str, Any]:
     """Of an actor that takes this bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
