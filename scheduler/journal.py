@@ -34,9 +34,9 @@ _TORN = HEADER  # of a journal that is not begun yet: no job is held to it
 SYNC_S = 1.0  # seconds between two times that the disk is told to keep what was written
 _PACK_BYTES = 1 << 16  # a piece of a packed output has at least so many, or is _PACK_S old
 _PACK_S = 1.0
-_ENTRY = re.compile(rb"(\d{1,12}) ([0-9a-f]{16}) ([\w.-]{1,64}) (\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
-_ID = re.compile(r"batch_req_(\d{1,12})-([0-9a-f]{16})")
-_BEGIN = re.compile(RECORD + rb"(\d{1,12})-")
+_ENTRY = re.compile(rb"(\d{1,9}) ([0-9a-f]{16}) ([\w.-]{1,64}) (\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
+_ID = re.compile(r"batch_req_(\d{1,9})-([0-9a-f]{16})")
+_BEGIN = re.compile(RECORD + rb"(\d{1,9})-")
 
 
 @dataclass(frozen=True, slots=True)
