@@ -155,7 +155,8 @@ def batch(
 ) -> None:
     """Answer a file of requests, each line once: killed or stopped, the same command goes on.
 
-    Exit code 0: every line was answered; 3: some were refused, and say why; 130: Ctrl-C.
+    Exit code 0: every line was answered; 3: some were refused, and say why; 2: it could not
+    begin or go on; 130, 143: stopped by Ctrl-C or SIGTERM.
     """
     from scheduler import batch_cli
     from scheduler.job_files import JobFiles

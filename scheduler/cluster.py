@@ -299,7 +299,7 @@ class Cluster:
             self._watcher.skip(peer.index)
             self._driver.dismiss(peer.index)
             end_replica(self._namespace, peer.index)
-            placement.release(self._namespace, [f"{PREFIX}{peer.index}"])
+            placement.release([f"{self._namespace}/{PREFIX}{peer.index}"])
         missing = replicas - len(peers)
         if missing > 0:
             config = next(peer.info.config for peer in peers if peer.info is not None)  # threads and memory: of one
@@ -342,8 +342,8 @@ class Cluster:
         """With these settings, in which threads and memory are those of one."""
         need = placement.need_of(config, plan(config, runs_here=False).weight_bytes)
         names = [f"{PREFIX}{index}" for index in indices]
-        placement.release(self._namespace, names)  # of replicas that are lost, whose numbers these take
         rooms = [f"{self._namespace}/{name}" for name in names]
+        placement.release(rooms)  # of a replica of this number that is lost
         placed = placement.place([need] * len(names), placement_timeout, rooms, self._detached)
         actor = actor_class(self._replica)
         for index, name, one in zip(indices, names, placed, strict=True):
@@ -415,7 +415,7 @@ def _let_go(
         with suppress(Exception):  # of a Ray that is gone nothing is left
             for index in indices_of(namespace):
                 end_replica(namespace, index)
-            placement.release(namespace)
+            placement.release(placement.rooms(namespace))
     home.end()
     if name is not None:
         cluster_state.forget(name, home.address)

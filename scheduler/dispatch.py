@@ -27,7 +27,7 @@ from paged.errors import RequestFailed
 from scheduler.desk import Response, Result
 from scheduler.routing import Router, usage
 
-LOST_AFTER = 45.0  # seconds without any replica; longer where a model takes longer to load
+LOST_AFTER = 40.0  # seconds without any replica; longer where a model takes longer to load
 SUSPECT = 2  # deaths of replicas at which a request was there
 GUILTY = 2  # deaths of replicas at which it was alone there
 _ROOM_WHEN_LOST = 1024

@@ -19,7 +19,7 @@ from scheduler.cost import CostModel
 from scheduler.desk import Desk, LineRequest, Response
 from scheduler.engine import Engine
 from scheduler.jobs import WINDOW_BYTES
-from scheduler.lines import CustomIds, Source, request_of
+from scheduler.lines import CustomIds, Source, no_request, request_of
 from scheduler.llm import LLM, plan
 from scheduler.policy import Limits
 from scheduler.request import Request
@@ -109,7 +109,7 @@ class Checked:
 
 
 def check(name: str, llm: _CheckingLLM) -> Checked:
-    """Every line of an input."""
+    """Every line of an input. Raises ConfigError where there is none."""
     source, ids, desk, found = Source(name), CustomIds(), Desk(llm), Checked(0, [], 0, Work())
     while not source.ended:
         for line in source.take(1024, WINDOW_BYTES, 1.0):
@@ -121,6 +121,8 @@ def check(name: str, llm: _CheckingLLM) -> Checked:
                 if len(found.refused) < SHOWN:
                     found.refused.append(f"line {line.number}: {error}")
     source.close()
+    if not found.lines:
+        raise no_request(name)
     return found
 
 

@@ -75,6 +75,8 @@ class Stream:
         try:
             while left:
                 left = left[os.write(self._file, left) :]
+        except BrokenPipeError:  # of which click would make an exit code of its own, and say nothing
+            raise ConfigError(f"output {self._name} was closed by who reads it") from None
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), self._name) from None
 

@@ -24,7 +24,7 @@ from scheduler import openai
 from scheduler.desk import Desk, LineRequest, Response
 from scheduler.job_files import JobFiles, Stream, about
 from scheduler.journal import Index, OldOutput, Output
-from scheduler.lines import CustomIds, Line, Source, is_pipe, is_url, prefix_key, request_of
+from scheduler.lines import CustomIds, Line, Source, is_pipe, is_url, no_request, prefix_key, request_of
 from scheduler.llm import LLM
 from scheduler.outputs import EngineStats
 
@@ -80,9 +80,9 @@ class LocalAnswerer:
 
 @dataclass(slots=True)
 class JobProgress:
-    """How far a job is; `stats` are what the answerer's are now."""
+    """How far a job is."""
 
-    stats: EngineStats
+    stats: EngineStats  # of now
     ok: int = 0  # lines that have an answer, those of earlier runs of the job included
     failed: int = 0  # lines that have an error record, likewise
     before: int = 0  # of both, from earlier runs
@@ -168,8 +168,13 @@ class Job:
             else:
                 self.output = Output(Path(files.output), described, files.overwrite)
             opened.callback(self.output.close)
-            self.answered = Index() if files.overwrite else self.output.index
+            self.answered = self.output.index
+            self._known = [index for index in (self.answered, self.old.index if self.old else Index()) if index]
+            # Before it every line has its record, unless what is there was not written in order.
+            self._in_order = self.answered.last if files.ordered else 0
             self.total = self._looked_through()
+            if not files.overwrite:
+                self.output.start()
             self.close = opened.pop_all().close
 
     @property
@@ -188,20 +193,16 @@ class Job:
             source.close()
 
     def _counted(self, source: Source) -> int | None:
-        known = [index for index in (self.answered, self.old.index if self.old else Index()) if index]
-        total, last = 0, max((index.last for index in known), default=0)
+        total, last = 0, max((index.last for index in self._known), default=0)
         number = size = 0
         while not source.ended:
             for line in source.take(1024, WINDOW_BYTES, 0):
                 total, number, size = total + 1, line.number, size + len(line.raw)
-                for index in known:
-                    self._check_same(line, index)
+                self.check(line)
             if number > last and not source.ended and (size > COUNTED_BYTES or is_url(self.files.input)):
                 return None
         if total == 0:
-            raise ConfigError(
-                f"input {self.files.input} has no request: write one JSON object a line, in OpenAI's batch format"
-            )
+            raise no_request(self.files.input)
         if number < last:
             raise ConfigError(
                 f"line {last} was answered, and input {self.files.input} ends with line {number} now: give the same "
@@ -209,11 +210,18 @@ class Job:
             )
         return total
 
-    def _check_same(self, line: Line, index: Index) -> None:
-        if line.number in index and index.digest(line.number) != line.digest:
+    def check(self, line: Line) -> None:
+        """Raises ConfigError if it has changed since it was answered, or its answer would come too late."""
+        for index in self._known:
+            if line.number in index and index.digest(line.number) != line.digest:
+                raise ConfigError(
+                    f"line {line.number} has changed since it was answered: it begins {shown(line.raw[:60])[1:]} now. "
+                    "Give the same input, --overwrite, or another output"
+                )
+        if line.number < self._in_order and line.number not in self.answered:
             raise ConfigError(
-                f"line {line.number} has changed since it was answered: it begins {shown(line.raw[:60])[1:]} now. Give "
-                "the same input, --overwrite, or another output"
+                f"output {self.files.output} has line {self._in_order} and not line {line.number}, so it was not begun "
+                "with --ordered: leave it out, or give --overwrite"
             )
 
     def run(
@@ -271,7 +279,7 @@ class _Run:
             self.source.close()
             self.answerer.abort(self.pending.keys())  # a step raised, or we are to stop
         if self.progress.stopped is None and not self.progress.ok + self.progress.failed:
-            raise ConfigError(f"input {self.files.input} has no request: no line of it is more than blank")
+            raise no_request(self.files.input)
         return self.progress
 
     def hand_over(self) -> None:
@@ -312,6 +320,7 @@ class _Run:
     def accept(self, line: Line) -> list[tuple[str, str]]:
         """Its prompt as `prefix_key` has it, and its custom_id; nothing of a line that gets its record here."""
         job, request, given, refused = self.job, dict[str, Any](), None, None
+        job.check(line)
         try:
             request = request_of(line.raw)
             given = request.get("custom_id")
@@ -319,13 +328,10 @@ class _Run:
         except RequestError as error:
             refused = error
         if line.number in job.answered:
-            if self.source.live:  # else all of them were compared before
-                job._check_same(line, job.answered)
             return []
         if self.files.ordered:
             self.order.append(line.number)
         if job.old is not None and job.old.index.is_ok(line.number):
-            job._check_same(line, job.old.index)
             self.progress.copied += 1
             self.finish(line.number, line.digest, 200, job.old.record(line.number))
         elif refused is not None:

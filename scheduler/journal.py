@@ -18,6 +18,7 @@ import re
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,13 @@ from scheduler.pieces import RECORD, DamagedPiece, Format, Piece
 
 VERSION = 1
 HEADER = b'{"paged_job": '
+_TORN = HEADER  # of a journal that is not begun yet: no job is held to it
 SYNC_S = 1.0  # seconds between two times that the disk is told to keep what was written
 _PACK_BYTES = 1 << 16  # a piece of a packed output has at least so many, or is _PACK_S old
 _PACK_S = 1.0
 _ENTRY = re.compile(rb"(\d{1,9}) ([0-9a-f]{16}) ([\w.-]{1,64}) (\d{1,18}) (\d{1,18}) ([0-9a-f]{8})\n")
 _ID = re.compile(r"batch_req_(\d{1,9})-([0-9a-f]{16})")
+_BEGIN = re.compile(RECORD + rb"(\d{1,9})-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +116,39 @@ def entry_of(record: bytes, piece: Piece) -> Entry | None:
     return Entry(int(found[1]), found[2], str(status), piece.end, piece.length, piece.crc)
 
 
-def entries_of(pieces: Iterable[Piece], path: Path) -> Iterator[Entry]:
-    """Of every record in these pieces. Raises ConfigError for one that is none of ours."""
+def count(entry: Entry, index: Index, path: Path, way_out: str) -> None:
+    """Raises ConfigError for the second one of a line."""
+    if entry.line in index:
+        raise ConfigError(f"output {path} has two records of line {entry.line}: {way_out}")
+    index.add(entry)
+
+
+def entries_of(pieces: Iterable[Piece], path: Path, index: Index, way_out: str) -> Iterator[Entry]:
+    """Of every record in these pieces, added to `index`. Raises ConfigError for one that is none of ours, and for a
+    second one of a line."""
     try:
         for piece in pieces:
             for record in piece.records:
                 entry = entry_of(record, piece)
                 if entry is None:
                     place = f"{piece.length:,} bytes before byte {piece.end:,}"
-                    raise ConfigError(f"output {path} exists, and its {place} are no record of a job: {WAY_OUT}")
+                    raise ConfigError(f"output {path} exists, and its {place} are no record of a job: {way_out}")
+                count(entry, index, path, way_out)
                 yield entry
     except DamagedPiece as error:
-        raise ConfigError(f"output {path} exists, and {error}: {WAY_OUT}") from None
+        raise ConfigError(f"output {path} exists, and {error}: {way_out}") from None
 
 
 WAY_OUT = "name another file, or give --overwrite"
+
+
+def _line(record: bytes, piece: Piece) -> int:
+    """Of one of ours, which somebody else may have written in another way."""
+    if (found := _BEGIN.match(record)) is not None:
+        return int(found[1])
+    entry = entry_of(record, piece)
+    assert entry is not None
+    return entry.line
 
 
 class OldOutput:
@@ -137,10 +158,9 @@ class OldOutput:
         self.index = Index()
         self._format = Format.of(path)
         self._file = path.open("rb")
-        self._piece: tuple[int, list[bytes]] = -1, []
+        self._at, self._records = -1, dict[int, bytes]()  # the piece that was read last, by line
         try:
-            for entry in entries_of(self._format.pieces(self._file, 0), path):
-                self.index.add(entry)
+            deque(entries_of(self._format.pieces(self._file, 0), path, self.index, "take them out"), maxlen=0)
         except BaseException:
             self._file.close()
             raise
@@ -148,11 +168,11 @@ class OldOutput:
     def record(self, line: int) -> bytes:
         """As it lies there, newline included."""
         start, length = self.index.place(line)
-        if self._piece[0] != start:
+        if self._at != start:
             self._file.seek(start)
-            self._piece = start, self._format.unpack(self._file.read(length))
-        begin = RECORD + f"{line}-{self.index.digest(line)}".encode()
-        return next(record for record in self._piece[1] if record.startswith(begin))
+            piece = Piece(start + length, length, 0, self._format.unpack(self._file.read(length)))
+            self._at, self._records = start, {_line(record, piece): record for record in piece.records}
+        return self._records[line]
 
     def close(self) -> None:
         self._file.close()
@@ -165,7 +185,8 @@ class Output:
     """
 
     def __init__(self, path: Path, about: dict[str, Any], overwrite: bool = False) -> None:
-        self.path, self.journal_path = path, path.with_name(f"{path.name}.journal")
+        real = path.resolve() if path.is_symlink() else path  # so that two names of it have one journal
+        self.path, self.journal_path = path, real.with_name(f"{real.name}.journal")
         self.format = Format.of(path)
         self.index = Index()
         self.rebuilt = False  # whether there was an output, and no journal of it
@@ -173,13 +194,13 @@ class Output:
         self._size, self._since = 0, 0.0  # of those: bytes, and when the first came
         self._synced = time.monotonic()
         self._end = self._noted = self._before = 0  # what is whole, in bytes of the output and of the journal
-        self._overwrite = overwrite
+        self._opening: bytes | None = None  # with which the journal is to be begun anew
         self._existed = path.exists()
         self._journal, made = _locked(self.journal_path)
         try:
             self._output = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                self._begin(about)
+                self._begin(about, overwrite)
             except BaseException:
                 os.close(self._output)
                 if not self._existed:
@@ -192,10 +213,11 @@ class Output:
             raise
 
     def start(self) -> None:
-        """Before anything is added: what is to be overwritten is there until now."""
-        if self._overwrite:
-            self._cut(0, 0)
-            self._note(self._opening())
+        """Before anything is added: what is to be overwritten, or lacks a journal, is as it was until now."""
+        if self._opening is not None:
+            self._cut(0, self._end)
+            self._note(self._opening)
+            self._opening = None
 
     def add(self, line: int, digest: str, status: int | str, record: bytes) -> None:
         """Have a record written with the next flush."""
@@ -255,11 +277,11 @@ class Output:
         os.close(self._journal)
 
     def _cut(self, noted: int, end: int) -> None:
-        os.ftruncate(self._journal, noted)
         os.ftruncate(self._output, end)
+        os.ftruncate(self._journal, noted)
         self._noted, self._end = noted, end
 
-    def _begin(self, about: dict[str, Any]) -> None:
+    def _begin(self, about: dict[str, Any], overwrite: bool) -> None:
         self.about = about
         with open(self._journal, "rb", closefd=False) as journal, open(self._output, "rb", closefd=False) as output:
             header = journal.readline()
@@ -269,20 +291,21 @@ class Output:
                     f"{self.journal_path} is no journal of a job, and this job's would be there: rename it"
                 )
             size = os.fstat(self._output).st_size
-            if self._overwrite:
-                _write(self._journal, os.fstat(self._journal).st_size, _pid())
+            opening = json.dumps({"paged_job": VERSION, **about}, ensure_ascii=False).encode() + _pid()
+            if overwrite:
+                noted = os.fstat(self._journal).st_size
+                _write(self._journal, noted, _pid() if noted else _TORN + _pid())
+                self._opening = opening
                 return
             found = _header(header) if size else None
             if found is not None:
                 self.about, self._noted = _same(found, about, self.path), len(header)
             adopted = self._recovered(journal, output) if size else []
         self._cut(self._noted, self._end)
+        entries = b"".join(map(bytes, adopted))
         if found is None:
-            self.rebuilt = bool(adopted)
-        self._note((_pid() if found else self._opening()) + b"".join(map(bytes, adopted)))
-
-    def _opening(self) -> bytes:
-        return json.dumps({"paged_job": VERSION, **self.about}, ensure_ascii=False).encode() + _pid()
+            self.rebuilt, self._opening = bool(adopted), opening + entries
+        self._note(_TORN + _pid() if found is None else _pid() + entries)
 
     def _note(self, text: bytes) -> None:
         _write(self._journal, self._noted, text)
@@ -290,25 +313,24 @@ class Output:
 
     def _recovered(self, journal: BinaryIO, output: BinaryIO) -> list[Entry]:
         """Count what is whole in both, find where they are to be cut, and return entries that the journal lacks."""
-        last = self._verified(journal, output)
+        last = self._verified(journal, output) if self._noted else []
         if self.format.packed and last:  # of the records of one piece the journal may name a part
             for entry in last:
                 self.index.remove(entry)
             self._noted, self._end = self._before, last[0].end - last[0].length
         adopted = []
-        for entry in entries_of(self.format.pieces(output, self._end), self.path):
-            self._count(entry)
+        for entry in entries_of(self.format.pieces(output, self._end), self.path, self.index, WAY_OUT):
             adopted.append(entry)
             self._end = entry.end
         output.seek(self._end)
         rest = output.read(1 << 26)
         if not self.format.packed and rest:  # whole but for its newline?
-            piece = Piece(self._end + len(rest) + 1, len(rest) + 1, zlib.crc32(rest + b"\n"), [])
-            if (only := entry_of(rest, piece)) is not None:
-                self._count(only)
+            piece = Piece(self._end + len(rest) + 1, len(rest) + 1, zlib.crc32(rest + b"\n"), [rest])
+            if entry_of(rest, piece) is not None:
+                adopted += entries_of([piece], self.path, self.index, WAY_OUT)
                 _write(self._output, piece.end - 1, b"\n")
                 self._end = piece.end
-                return [*adopted, only]
+                return adopted
         begin = self.format.begin
         if rest.strip(b"\0") and rest[: len(begin)] != begin[: len(rest)]:
             raise ConfigError(f"output {self.path} exists, and what is in it from byte {self._end:,} on is no "
@@ -335,22 +357,17 @@ class Output:
                 if len(piece) < entry.length or not piece.rstrip(b"\0"):
                     break
                 if zlib.crc32(piece) != entry.crc:
-                    if not self.format.packed and b"\0" in piece:
+                    if bytes(8 if self.format.packed else 1) in piece:
                         break  # its end was never written, as after a power cut
                     raise ConfigError(
                         f"output {self.path} was changed since it was written: the record of line {entry.line}, "
                         f"{entry.length:,} bytes before byte {entry.end:,}, is another: {WAY_OUT}"
                     )
                 self._end, self._before, last = entry.end, self._noted, []
-            self._count(entry)
+            count(entry, self.index, self.path, WAY_OUT)
             last.append(entry)
             self._noted += len(text)
         return last
-
-    def _count(self, entry: Entry) -> None:
-        if entry.line in self.index:
-            raise ConfigError(f"output {self.path} has two records of line {entry.line}: {WAY_OUT}")
-        self.index.add(entry)
 
 
 def _locked(path: Path) -> tuple[int, bool]:

@@ -22,6 +22,7 @@ from paged.errors import ConfigError, RequestError, shown
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # how such files begin
 _BOM = b"\xef\xbb\xbf"
+_MOST_NESTED = 100  # lists and objects in one another; Python's own limit depends on who calls, and where
 _AHEAD = 512  # lines of a pipe that are read before they are asked for
 _AHEAD_BYTES = 8 << 20
 _BLOCK = 1 << 18
@@ -43,14 +44,28 @@ class Line:
 def request_of(raw: bytes) -> dict[str, Any]:
     """The object that a line holds. Raises RequestError for anything else."""
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode())
     except UnicodeDecodeError as error:
         raise RequestError(f"not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError(f"nested deeper than {_MOST_NESTED} levels") from None
+    except ValueError as error:
         raise RequestError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"must be a JSON object, not {type(value).__name__}")
+    if raw.count(b"[") + raw.count(b"{") > _MOST_NESTED:  # else it cannot be
+        level: list[Any] = [value]
+        for _ in range(_MOST_NESTED):
+            held = (part for one in level for part in (one.values() if isinstance(one, dict) else one))
+            level = [part for part in held if isinstance(part, dict | list)]
+        if level:
+            raise RequestError(f"nested deeper than {_MOST_NESTED} levels")
     return value
+
+
+def no_request(name: str) -> ConfigError:
+    """What is to be raised for an input without one."""
+    return ConfigError(f"input {name} has no request: write one JSON object a line, in OpenAI's batch format")
 
 
 class CustomIds:
@@ -262,7 +277,7 @@ def _filled(stream: BinaryIO, name: str) -> Generator[Line, None, None]:
         with stream:
             for raw in _unpacked(stream):  # only now: the first bytes of a pipe may have to be waited for
                 number += 1
-                content = (raw.removeprefix(_BOM) if number == 1 else raw).rstrip(b"\r\n")
+                content = raw.removeprefix(_BOM).rstrip(b"\r\n")  # of files put one after another any may have it
                 if content and not content.isspace():
                     yield Line(number, content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -98,8 +98,9 @@ class Format:
                 try:
                     content.append(one.decompress(data))
                 except errors as error:
-                    if not (data + file.read()).strip(b"\0"):
-                        return  # room that was never written
+                    rest = data + file.read()
+                    if not rest.strip(b"\0") or rest.endswith(bytes(8)):
+                        return  # room that was never written; of what is whole no end is 8 zeros
                     raise DamagedPiece(f"the {self.name} data from byte {start:,} on are damaged ({error})") from None
                 rest = one.unused_data if one.eof else b""
                 used = data[: len(data) - len(rest)]

@@ -241,27 +241,32 @@ def _wait(placed: list[Placement], end: float) -> list[Placement]:
     return list(waiting.values())
 
 
-def release(namespace: str, names: Collection[str] | None = None) -> None:
-    """Give up the room in a namespace, all or of these replicas, whoever made it, and whether or not they ever were up.
+def release(names: Collection[str]) -> None:
+    """Give up the room of these names, whoever made it, in whichever of Ray's namespaces.
 
-    Its names are free then: waits until Ray has forgotten it. Raises ClusterError if that takes too long.
+    The names are free then. Raises ClusterError if that takes too long.
     """
     ray = need_ray()
     end = time.monotonic() + RELEASING
     asked = set[str]()
-    while True:
-        table = ray.util.placement_group_table()
-        names_of = {key: one["name"] for key, one in table.items() if one["state"] != "REMOVED"}
-        ours = {key: name for key, name in names_of.items() if name.startswith(f"{namespace}/")}
-        left = [key for key, name in ours.items() if names is None or name.removeprefix(f"{namespace}/") in names]
-        if not left:
-            return
-        for key in set(left) - asked:
-            asked.add(key)
+    while left := {key: name for key, name in _groups().items() if name in names}:
+        for key in left.keys() - asked:
             ray.util.remove_placement_group(_group(key))
+        asked |= left.keys()
         if time.monotonic() > end:
-            raise ClusterError(f"Ray does not give up the room of {', '.join(sorted(ours[key] for key in left))}")
+            raise ClusterError(f"Ray does not give up the room of {', '.join(sorted(left.values()))}")
         time.sleep(0.05)
+
+
+def rooms(namespace: str) -> list[str]:
+    """The names of all room in it, also of replicas that have ended."""
+    return [name for name in _groups().values() if name.startswith(f"{namespace}/")]
+
+
+def _groups() -> dict[str, str]:
+    """Names of placement groups by id."""
+    table = need_ray().util.placement_group_table()
+    return {key: one["name"] for key, one in table.items() if one["state"] != "REMOVED"}
 
 
 def _group(key: str) -> Any:

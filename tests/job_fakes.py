@@ -91,7 +91,7 @@ def run(
         job.close()
 
 
-def request(custom_id: Any, prompt: str = "x", **body: Any) -> bytes:
+def request(custom_id: Any, prompt: Any = "x", **body: Any) -> bytes:
     line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, **body}}
     return json.dumps(line).encode()
 

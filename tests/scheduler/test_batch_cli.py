@@ -91,6 +91,17 @@ def test_a_full_device_is_one_line(tiny: str, tmp_path: Path) -> None:
     assert (code, errors.splitlines()[-1]) == (2, "paged: error: /dev/full: No space left on device")
 
 
+def test_a_pipe_that_nobody_reads_any_more_is_one_line(tiny: str, tmp_path: Path) -> None:
+    process = start(str(write(tmp_path / "in.jsonl", [request("a", max_tokens=2)])), "-o", "-", "--model", tiny)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    code, errors = process.wait(120), process.stderr.read().decode()  # type: ignore[union-attr]
+    assert (code, errors.splitlines()[-1]) == (2, "paged: error: output - was closed by who reads it")
+    process.stdin.close()  # type: ignore[union-attr]
+    process.stderr.close()  # type: ignore[union-attr]
+
+
 def test_a_url_is_uploaded_to_when_the_job_has_finished(tiny: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [request("a", max_tokens=2), request("b", max_tokens=2)])
     target = tmp_path / "there" / "out.jsonl.gz"
@@ -143,6 +154,9 @@ def test_a_dry_run_checks_every_line_and_writes_nothing(
     write(source, [b"{"])
     assert cli.run(["batch", str(source), "--dry-run", "--model", tiny]) == 3
     assert "time" not in capsys.readouterr().out
+    write(source, [b"  "])
+    assert cli.run(["batch", str(source), "--dry-run", "--model", tiny]) == 2
+    assert f"input {source} has no request" in capsys.readouterr().err
 
 
 def test_an_estimate_is_that_of_steps_as_full_as_the_pages_allow() -> None:

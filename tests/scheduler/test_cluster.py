@@ -25,6 +25,7 @@ from scheduler.desk import LineRequest, Response
 
 pytestmark = pytest.mark.ray
 TESTS = str(Path(__file__).parents[1])
+NAME = f"test-{os.getpid()}"  # others of this user may test meanwhile
 TOKENS = 40
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 
@@ -38,7 +39,7 @@ def one_ray() -> Iterator[None]:
         ray.shutdown()
 
 
-def launched(folder: Path, replicas: int, name: str = "test") -> Cluster:
+def launched(folder: Path, replicas: int, name: str = NAME) -> Cluster:
     config = EngineConfig(str(folder), max_num_seqs=4, threads=1)
     return Cluster.launch_config(config, replicas=replicas, name=name, _replica=FakeReplica)
 
@@ -47,7 +48,12 @@ def launched(folder: Path, replicas: int, name: str = "test") -> Cluster:
 def two(tmp_path: Path) -> Iterator[Cluster]:
     with launched(tmp_path, 2) as cluster:
         yield cluster
+    nothing_is_left()
+
+
+def nothing_is_left() -> None:
     until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    until(lambda: ray.available_resources().get("CPU") == 8)
 
 
 def until(true: Callable[[], object], seconds: float = 60) -> float:
@@ -210,13 +216,12 @@ def test_a_replica_that_cannot_load_raises_its_own_error_and_leaves_nothing(tmp_
     (tmp_path / BROKEN).touch()
     with pytest.raises(CheckpointError, match="is broken"):
         launched(tmp_path, 2)
-    until(lambda: not ray.util.list_named_actors(all_namespaces=True))
-    assert [one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"] == []
+    nothing_is_left()
 
 
 def test_replicas_that_come_late_are_taken_and_those_that_are_dismissed_lose_nothing(tmp_path: Path) -> None:
-    with launched(tmp_path, 1, "grows") as cluster:
-        other = Cluster.connect("grows")
+    with launched(tmp_path, 1) as cluster:
+        other = Cluster.connect(NAME)
         cluster.scale(3)
         until(lambda: [one.state for one in other.status()] == ["warm"] * 3)
         until(lambda: len(pids(cluster)) == 3)
@@ -236,14 +241,14 @@ import ray, sys
 from scheduler.cluster import Cluster
 from paged import SamplingParams
 ray.init(sys.argv[1], log_to_driver=False)
-cluster = Cluster.connect("test")
+cluster = Cluster.connect(sys.argv[2])
 cluster.generate([[i, 2, 3] for i in range(100)], SamplingParams(temperature=0, max_tokens=900))
 """
 
 
 def test_requests_of_a_client_that_was_killed_are_given_up(two: Cluster) -> None:
     address = ray.get_runtime_context().gcs_address
-    client = subprocess.Popen([sys.executable, "-c", CLIENT, address])
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, address, NAME])
     try:
         until(lambda: two.stats.running == 8)
     finally:

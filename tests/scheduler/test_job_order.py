@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,48 @@ def test_a_retry_of_another_input_or_of_itself_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="line 1 has changed"):
         run(source, tmp_path / "new.jsonl", retry_failed=str(old))
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_an_output_that_is_not_in_order_does_not_go_on_ordered(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [request(f"{i}") for i in range(30)]), tmp_path / "out.jsonl"
+    run(source, target, stop_after=10)
+    target.with_name("out.jsonl.journal").unlink()
+    before = target.read_bytes()
+    with pytest.raises(ConfigError, match=r"has line \d+ and not line \d+, so it was not begun with --ordered"):
+        run(source, target, ordered=True)
+    assert target.read_bytes() == before
+    assert run(source, target).ok == 30
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_an_output_that_somebody_wrote_in_another_way_can_be_retried(tmp_path: Path, suffix: str) -> None:
+    lines = [request(f"{i}", "bad" if i == 3 else f"prompt {i}") for i in range(1, 31)]
+    source, old, new = write(tmp_path / "in.jsonl", lines), tmp_path / f"old.jsonl{suffix}", tmp_path / "new.jsonl"
+    run(source, tmp_path / "out.jsonl")
+    compact = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in read(tmp_path / "out.jsonl")]
+    old.write_bytes(gzip.compress(b"".join(compact)) if suffix else b"".join(compact))
+    progress = run(source, new, retry_failed=str(old))
+    assert (progress.copied, progress.failed) == (29, 1)
+    assert set(new.read_bytes().splitlines(keepends=True)) >= {one for one in compact if b"batch_req_3-" not in one}
+    old.write_bytes(old.read_bytes() * 2)
+    with pytest.raises(ConfigError, match="has two records of line"):
+        run(source, tmp_path / "newer.jsonl", retry_failed=str(old))
+
+
+class Counting(FakeAnswerer):
+    """Has its counts anew each time, as a cluster has."""
+
+    def take(self, timeout: float) -> list[tuple[str, Response]]:
+        self.stats = replace(self.stats, output_tokens=self.stats.output_tokens + 100, running=7)
+        return super().take(timeout)
+
+
+def test_counts_are_those_of_now(tmp_path: Path) -> None:
+    answerer = Counting()
+    answerer.stats.output_tokens = 1000
+    progress = run(write(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl", answerer)
+    assert progress.stats.running == 7
+    assert progress.tokens_per_second == pytest.approx(100 / progress.seconds)
 
 
 def seeds(path: Path) -> dict[str, str]:

@@ -158,7 +158,7 @@ def trusting(self: Output, found: Any, output: Any) -> list[Entry]:
     for text in found:
         if match := journal._ENTRY.fullmatch(text):
             line, digest, status, end, length, crc = match.groups()
-            self._count(Entry(int(line), digest.decode(), status.decode(), int(end), int(length), int(crc, 16)))
+            self.index.add(Entry(int(line), digest.decode(), status.decode(), int(end), int(length), int(crc, 16)))
             self._end = int(end)
         self._noted += len(text)
     return []
@@ -361,6 +361,43 @@ def test_an_output_to_be_overwritten_is_there_until_the_job_begins(tmp_path: Pat
     Output(files.target, ABOUT, overwrite=True).close()
     assert files.target.read_bytes() == files.whole
     assert run_is_done(files)
+
+
+def test_an_overwriting_job_killed_before_it_began_stops_nobody(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.journal.unlink()
+    killed = "import os, sys; from pathlib import Path; from scheduler.journal import Output; "
+    killed += "Output(Path(sys.argv[1]), {}, overwrite=True); os._exit(9)"
+    subprocess.run([sys.executable, "-c", killed, str(files.target)], check=False)
+    assert files.journal.exists()
+    assert run_is_done(files)
+    files.check()
+    assert not Output(files.target, ABOUT).rebuilt
+
+
+def test_a_link_to_an_output_has_the_same_journal(tmp_path: Path) -> None:
+    files, link = Files(tmp_path), tmp_path / "link.jsonl"
+    link.symlink_to(files.target)
+    first = Output(files.target, ABOUT)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} is writing this output"):
+        run(files.source, link)
+    first.close()
+    assert run(files.source, link).before == 10
+
+
+@pytest.mark.parametrize("with_journal", [True, False])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_the_end_of_a_packed_output_that_was_never_written_is_cut(
+    tmp_path: Path, suffix: str, with_journal: bool
+) -> None:
+    """As after a power cut, which leaves zeros."""
+    files = Files(tmp_path, suffix)
+    for zeros in (8, 20, 60, 200):
+        files.target.write_bytes(files.whole[:-zeros] + bytes(zeros))
+        if not with_journal:
+            files.journal.unlink()
+        files.run()
+        assert sorted(records(files.target)) == sorted(files.records)
 
 
 def test_a_job_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_fakes import FakeAnswerer, request, run, write
 
-from paged import ConfigError
-from scheduler.lines import Line, Source, prefix_key
+from paged import ConfigError, RequestError
+from scheduler.lines import Line, Source, prefix_key, request_of
 
 CONTENT = b"\xef\xbb\xbfone\n\n  \ntwo\r\n\xff\n" + b"x" * 300_000 + b"\nlast"
 LINES = [(1, b"one"), (4, b"two"), (5, b"\xff"), (6, b"x" * 300_000), (7, b"last")]
@@ -170,6 +170,32 @@ ODD += [{"prompt": [True, None]}, {"messages": [[]], "prompt": "x"}, {"prompt": 
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_what_is_no_prompt_has_a_key_too(odd: Any) -> None:
     assert isinstance(prefix_key({"body": odd}), str)
+
+
+def nested(levels: int) -> bytes:
+    return request("a", ["NEST"]).replace(b'"NEST"', b"[" * levels + b"]" * levels)
+
+
+def test_a_line_may_be_nested_so_deep_and_no_deeper() -> None:
+    """Python's own limit is another wherever a line is read, packed or shown."""
+    assert request_of(nested(97))["body"]["prompt"]
+    for levels in (98, 500, 960, 100_000):
+        with pytest.raises(RequestError, match="deep"):
+            request_of(nested(levels))
+    assert request_of(request("a", "[{" * 500))
+
+
+@pytest.mark.parametrize(
+    "packed", [request("a").decode().encode("utf-16"), b"\0" * 8, b'{"custom_id": "\xed\xa0\x80"}']
+)
+def test_a_line_in_another_encoding_is_refused(packed: bytes) -> None:
+    with pytest.raises(RequestError, match=r"not UTF-8|not JSON"):
+        request_of(packed)
+
+
+def test_files_put_one_after_another_keep_their_byte_order_marks(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes((b"\xef\xbb\xbf" + b"{}\n") * 2 + b"\xef\xbb\xbf\n")
+    assert taken(str(tmp_path / "in.jsonl")) == [(1, b"{}"), (2, b"{}")]
 
 
 def prefixes_in_order(folder: Path, group: bool, count: int = 500) -> list[str]:

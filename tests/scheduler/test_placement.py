@@ -198,12 +198,12 @@ def test_room_that_comes_late_is_taken(home: placement.Home) -> None:
     seer = actor(**placement.options(placed, 0))
     assert ray.get(seer.sees.remote()) == ("", False)
     ray.kill(seer)
-    placement.release("t", ["a", "unknown"])
+    placement.release(["t/a", "t/unknown"])
     assert left() == []
     placement.place([ONE], 15.0, ["t/a"], detached=True)  # the name is free, and so is the room
-    placement.release("other")
+    placement.release(placement.rooms("other"))
     assert left() == ["t/a"]
-    placement.release("t")
+    placement.release(placement.rooms("t"))
     assert left() == []
 
 
@@ -237,7 +237,7 @@ def test_each_worker_sees_a_device_of_its_own_of_those_that_the_node_may_use(
     assert sorted(map(str, seen)) == wanted
     for seer in seers:
         ray.kill(seer)
-    placement.release("t", ["a"])
+    placement.release(["t/a"])
     nodes.remove_node(node)
 
 
