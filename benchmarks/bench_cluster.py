@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import pickle
@@ -39,6 +38,7 @@ from scheduler.desk import PromptRequest, Result
 from scheduler.driver import Driver
 from scheduler.outputs import CompletionOutput, EngineStats, RequestOutput
 from scheduler.replica import ReplicaInfo, Report
+from worker.head import join_ray
 from worker.step import SamplingParams
 
 HOME = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ class Fake:
     """A Link to a replica in this process that answers at once; the answer is unpickled, as one that has come far."""
 
     def __init__(self, index: int) -> None:
-        self._info = ReplicaInfo(index, "here", "fake", 2048, 256, 1_000_000, 1, "", 0.0, EngineConfig(), {})
+        self._info = ReplicaInfo(index, "here", "fake", 2048, 256, 1_000_000, 1, "", "", 0.0, EngineConfig(), {})
         output = RequestOutput(
             "0", "x" * 256, list(range(64)), [CompletionOutput(0, "yes", [7], finish_reason="length")], True
         )
@@ -207,15 +207,7 @@ def replicas(requests: list[Figures], turns: int) -> Figures:
     params = [SamplingParams(temperature=0, max_tokens=one["out"], ignore_eos=True) for one in requests]
     settings: dict[str, Any] = {"enable_prefix_caching": False, "kv_memory": "1GiB"}
     # Room for both clusters, of which one works at a time: together they have more threads than there may be cores.
-    ray.init(
-        "local",
-        num_cpus=4,
-        object_store_memory=OBJECTS,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
-    )
+    join_ray("local", num_cpus=4, object_store_memory=OBJECTS, include_dashboard=False, _node_ip_address="127.0.0.1")
     try:
         with (
             Cluster.launch("smollm2", replicas=2, threads=1, **settings) as two,

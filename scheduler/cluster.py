@@ -130,8 +130,7 @@ class Cluster:
             raise ClusterError(cluster_state.taken(there.name))
         if Path(config.model).exists():
             config = replace(config, model=str(Path(config.model).resolve()))  # workers start elsewhere
-        if address is None:
-            plan(config)  # refuses what cannot work before anything is started
+        here = plan(config).computes if address is None else None  # what cannot work is refused before all else
         namespace = _namespace(name)
         home = placement.start(namespace) if address is None else placement.join(address, namespace)
         try:
@@ -146,7 +145,7 @@ class Cluster:
             made._add_replicas(placement.resolve(config, replicas), range(replicas), placement_timeout)
             while not made._driver.wait(replicas, 1.0):
                 on_progress(made.status())
-            made._compare()
+            made._compare(here)
         except BaseException:
             made.stop()
             raise
@@ -331,12 +330,20 @@ class Cluster:
         self._driver.wait(1)
         self._compare()
 
-    def _compare(self) -> None:
-        """Say which packages of replicas are not those of this process."""
+    def _compare(self, here: str | None = None) -> None:
+        """Warn of replicas with other packages than here, or that compute otherwise than `here`, or than the first."""
+        first = None if here is None else (here, "this process")
         for peer in self._driver.peers():
-            found = None if peer.info is None else placement.differences(f"replica {peer.index}", peer.info.versions)
-            if found is not None:
-                print(f"paged: warning: {found}", file=sys.stderr)
+            if peer.info is None:
+                continue
+            name, computes = f"replica {peer.index}", peer.info.computes
+            found = [placement.differences(name, peer.info.versions)]
+            first = first or (computes, name)
+            if computes != first[0]:
+                other = f"{first[1]} {first[0]}"
+                found.append(f"{name} computes {computes}, {other}: the same request may get other tokens there")
+            for line in filter(None, found):
+                print(f"paged: warning: {line}", file=sys.stderr)
 
     def _add_replicas(self, config: EngineConfig, indices: SequenceOf[int], placement_timeout: float) -> None:
         """With these settings, in which threads and memory are those of one."""

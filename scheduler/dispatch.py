@@ -31,6 +31,9 @@ LOST_AFTER = 40.0  # seconds without any replica; longer where a model takes lon
 SUSPECT = 2  # deaths of replicas at which a request was there
 GUILTY = 2  # deaths of replicas at which it was alone there
 _ROOM_WHEN_LOST = 1024
+_SHARES = (
+    2  # of what all have room for that one replica may have of: else only one that has just answered would be open
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class _Request:
 class _Replica:
     room: int = 0
     capacity: int = 0
+    seats: int = 0
     up: bool = False
     reserved: bool = False  # for one suspect at a time
     others: bool = False  # other clients have requests there
@@ -117,12 +121,15 @@ class Dispatcher:
         """A replica that is expected to come up."""
         self._replicas.setdefault(index, _Replica())
 
-    def replica_up(self, index: int, room: int, capacity: int, load_s: float = 0.0) -> None:
-        """It serves. room: most requests it may have; capacity: tokens its pages hold; load_s: how long it took."""
+    def replica_up(self, index: int, room: int, capacity: int, seats: int, load_s: float = 0.0) -> None:
+        """It serves. room: requests it may have, on average with the others; capacity: tokens its pages hold; seats:
+        requests that run there at once; load_s: how long it took.
+        """
         one = self._replicas.setdefault(index, _Replica())
         assert not one.up, f"replica {index} is up"
-        one.room, one.capacity, one.up, one.reserved, one.others = max(room, 1), capacity, True, False, False
-        self._router.add(index, one.room, capacity)
+        one.room, one.capacity, one.seats = max(room, 1), capacity, seats
+        one.up, one.reserved, one.others = True, False, False
+        self._route(index)
         self._lost_after = max(self._lost_after, 2 * load_s)
         self._none_since, self._lost = None, False
 
@@ -174,7 +181,9 @@ class Dispatcher:
         for index, one in self._replicas.items():
             if one.reserved and not one.keys and self._next(self._suspects):
                 self._begin(self._suspects.popleft(), index, sent)
-        while (request := self._next(self._waiting)) is not None:
+        free = sum(one.room - len(one.keys) for one in self._replicas.values() if one.up and not one.reserved)
+        while free > 0 and (request := self._next(self._waiting)) is not None:
+            free -= 1
             picked = self._router.pick(request.parcel.digests, request.parcel.size)
             if picked is None:
                 break
@@ -198,11 +207,15 @@ class Dispatcher:
             there = {key for key, request in self._requests.items() if request.replica == index}
             assert set(one.keys) == there, f"replica {index}: keys"
             assert one.up or not there, f"replica {index} is not up and has requests"
-            assert len(there) <= one.room, f"replica {index}: more than there is room for"
+            assert len(there) <= _SHARES * one.room, f"replica {index}: more than there is room for"
         assert sum(len(one.keys) for one in self._replicas.values()) + len(waiting) == len(self._requests), "at none"
         assert not (self._lost and self._requests), "requests of a lost cluster"
 
     # Inside
+
+    def _route(self, index: int) -> None:
+        one = self._replicas[index]
+        self._router.add(index, _SHARES * one.room, one.capacity, one.seats)
 
     def _next(self, queue: deque[str]) -> _Request | None:
         while queue and queue[0] not in self._requests:
@@ -238,7 +251,7 @@ class Dispatcher:
         for index, one in up.items():
             if one.reserved and not one.keys and ready > suspects:
                 one.reserved = False
-                self._router.add(index, one.room, one.capacity)
+                self._route(index)
                 ready -= 1
 
     def _down(self, index: int, now: float, died: bool) -> None:

@@ -283,7 +283,7 @@ class Driver:
             if peer.info is not None and peer.info.pid != info.pid:
                 self._retire(peer)
             peer.info, peer.state, peer.opening, peer.failures, peer.error = info, "warm", False, 0, None
-            self._dispatcher.replica_up(peer.index, info.room, info.capacity, info.load_s)
+            self._dispatcher.replica_up(peer.index, info.room, info.capacity, info.max_num_seqs, info.load_s)
             self._calls.append((peer, "take", (0.0,)))  # for its report
         elif method == "take":
             results, peer.report = future.result()

@@ -69,6 +69,11 @@ class Plan:
     limits: Limits | None = None
 
     @property
+    def computes(self) -> str:
+        """In which number format, and by which kernels: where these differ, so may tokens."""
+        return f"in {self.dtype} by {self.backend_reason if self.backend == 'native' else self.backend}"
+
+    @property
     def sizing(self) -> str:
         """In one line, what the pool is and what fits into it."""
         layout, limits, workers = self.layout, self.limits, self.tensor_parallel_size

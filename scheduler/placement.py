@@ -9,7 +9,6 @@ Ray knows what is free and where; nothing of that is reckoned here.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -17,14 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paged.errors import ClusterError, ConfigError
 from scheduler.config import EngineConfig, parse_memory
-from worker.head import Head, end_head, is_on_loopback, on_loopback, silence, start_head, use_token
+from worker.head import Head, end_head, join_ray, silence, start_head, use_token
 
 PLACING = 15.0  # seconds
 RELEASING = 10.0  # seconds
@@ -330,8 +329,7 @@ def _connect(address: str, namespace: str) -> None:
 
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with on_loopback() if is_on_loopback(address) else nullcontext():
-            ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+        join_ray(address, namespace=namespace)
     except Exception as error:  # noqa: BLE001  some are of no class of their own
         with suppress(Exception):
             ray.shutdown()

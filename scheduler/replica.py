@@ -61,6 +61,7 @@ class ReplicaInfo:
     max_num_seqs: int
     capacity: int  # tokens that its pages hold
     threads: int
+    computes: str  # in which number format, and by which kernels
     sizing: str
     load_s: float  # seconds from the constructor's call until it was warm
     config: EngineConfig
@@ -294,6 +295,7 @@ def _info(llm: LLM, load_s: float) -> ReplicaInfo:
         max_num_seqs=plan.limits.max_num_seqs,
         capacity=plan.limits.num_pages * plan.layout.bytes_per_page // plan.layout.bytes_per_token,
         threads=plan.threads,
+        computes=plan.computes,
         sizing=plan.sizing,
         load_s=load_s,
         config=llm.config,

@@ -58,6 +58,7 @@ def fake_llm(config: EngineConfig, executor: FakeExecutor | None = None) -> Any:
         limits=llm.engine.limits,
         layout=SimpleNamespace(bytes_per_page=16, bytes_per_token=1),
         threads=1,
+        computes="by a fake",
         sizing="4,096 pages",
     )
     llm._ids, llm._mail = itertools.count(), {}

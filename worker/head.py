@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -57,7 +57,7 @@ class Head:
 def start_head(cpus: int) -> Head:
     """Start one; it ends with this process until it is told to stay. Raises ClusterError.
 
-    Who joins it needs `use_token`, and is `on_loopback` meanwhile.
+    `join_ray` connects to it.
     """
     port = _free_port()
     address = f"{LOOPBACK}:{port}"
@@ -66,7 +66,7 @@ def start_head(cpus: int) -> Head:
     log = _folder(address) / "head.log"
     call = f"from worker.head import run_head; run_head({port}, {cpus}, {os.getpid()})"
     environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_GCS_SERVER_PORT": str(port)}
+    environ |= {"PYTHONPATH": os.pathsep.join(_search_path()), "RAY_GCS_SERVER_PORT": str(port)}
     try:
         with log.open("wb") as errors:
             process = subprocess.Popen(
@@ -123,6 +123,29 @@ def run_head(port: int, cpus: int, starter: int) -> None:
         ray.shutdown()
         if is_up or os.getppid() != starter:  # else it reads in the log what was wrong
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def join_ray(address: str, **options: Any) -> None:
+    """ray.init, so that a worker finds the modules that this process finds. options: of ray.init.
+
+    Ray would put the current folder in front of a worker's path, and a checkout there, in which nothing is built, would
+    hide what is installed.
+    """
+    import ray
+    from ray.job_config import JobConfig
+
+    class Job(JobConfig):
+        def _runtime_env_has_working_dir(self) -> bool:  # such a one has folders of its own
+            return True
+
+    job = Job(_py_driver_sys_path=_search_path()[::-1])  # a worker puts each in front of those before it
+    with on_loopback() if is_on_loopback(address) else nullcontext():
+        ray.init(address, job_config=job, log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules."""
+    return list(dict.fromkeys(map(os.path.abspath, sys.path)))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from paged.errors import ConfigError
 from paged.layout import KVLayout
 from worker.executor import WorkerLost
 from worker.group import Group
-from worker.head import Head, end_head, on_loopback, start_head, use_token
+from worker.head import Head, end_head, join_ray, start_head, use_token
 from worker.loading import load_runner
 from worker.model_config import ModelConfig
 from worker.parallel import Shard, shards
@@ -168,8 +167,7 @@ def _start(cpus: int) -> bool:
         _executors, _head = 0, start_head(cpus)
         try:
             use_token()
-            with on_loopback():
-                ray.init(_head.address, logging_level=logging.ERROR, log_to_driver=False)
+            join_ray(_head.address)
         except BaseException:
             _end_head()
             raise

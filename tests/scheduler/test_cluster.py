@@ -22,6 +22,7 @@ from replicas import BROKEN, POISON, FakeReplica, text
 from paged import CheckpointError, EngineConfig, RequestError, RequestFailed, SamplingParams
 from scheduler.cluster import Cluster
 from scheduler.desk import LineRequest, Response
+from worker.head import join_ray
 
 pytestmark = pytest.mark.ray
 TESTS = str(Path(__file__).parents[1])
@@ -34,7 +35,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 def one_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)  # workers find our fakes
-        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        join_ray("local", num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20)
         yield
         ray.shutdown()
 
@@ -234,6 +235,14 @@ def test_replicas_that_come_late_are_taken_and_those_that_are_dismissed_lose_not
         assert [one.index for one in cluster.status()] == [0]
         other.close()
         assert cluster.generate(prompt(1), GREEDY)[0].outputs[0].token_ids == solo(prompt(1), TOKENS)
+
+
+def test_replicas_that_compute_otherwise_are_told_of(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    two._compare("by a fake")
+    assert capsys.readouterr().err == ""
+    two._compare("in bfloat16 by native kernels")
+    line = "computes by a fake, this process in bfloat16 by native kernels: the same request may get other tokens there"
+    assert capsys.readouterr().err.count(line) == 2
 
 
 CLIENT = """

@@ -39,7 +39,7 @@ def filled(replicas: int, requests: int, room: int = ROOM) -> tuple[Dispatcher, 
     """A dispatcher whose requests `0`, `1`, ... are at its replicas, as far as there is room."""
     dispatcher = Dispatcher()
     for index in range(replicas):
-        dispatcher.replica_up(index, room, 1000)
+        dispatcher.replica_up(index, room, 1000, room)
     for i in range(requests):
         dispatcher.add(str(i), parcel())
     return dispatcher, sent(dispatcher)
@@ -55,20 +55,40 @@ def test_requests_go_out_as_far_as_there_is_room_and_the_rest_as_answers_come() 
     assert dispatcher.answers() == []
 
 
+def test_a_request_goes_where_its_prefix_is_though_another_replica_has_just_answered() -> None:
+    """In flight at all are no more than both have room for, of which one may have more than half."""
+    dispatcher = Dispatcher()
+    for index in range(2):
+        dispatcher.replica_up(index, ROOM, 1000, 10 * ROOM)
+    dispatcher.add("first", parcel(prefix=7))
+    ((holder, _),) = sent(dispatcher).items()
+    for i in range(2 * ROOM):
+        dispatcher.add(str(i), parcel(prefix=100 + i))
+    there = sent(dispatcher)
+    assert sum(map(len, there.values())) == 2 * ROOM - 1
+    dispatcher.add("last", parcel(prefix=7))
+    assert sent(dispatcher) == {}
+    other = 1 - holder
+    dispatcher.results(other, [(key, ANSWER) for key in there[other][:2]], ROOM - 2)
+    went = sent(dispatcher)
+    assert sum(map(len, went.values())) == 2
+    assert "last" in went[holder]
+
+
 def test_what_a_dead_replica_had_is_sent_first_in_its_order_to_others_and_to_it_when_it_is_back() -> None:
     dispatcher, there = filled(2, 10)
     dispatcher.replica_down(0, now=0.0)
     assert sent(dispatcher) == {}  # the other one is full
     dispatcher.results(1, [(there[1][0], ANSWER)], 3)
     assert sent(dispatcher) == {1: there[0][:1]}
-    dispatcher.replica_up(0, ROOM, 1000)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM)
     assert sent(dispatcher) == {0: [*there[0][1:], "8"]}
 
 
 def test_a_result_that_a_replica_had_before_it_died_counts_no_more() -> None:
     dispatcher, _ = filled(1, 1)
     dispatcher.replica_down(0, now=0.0)
-    dispatcher.replica_up(0, ROOM, 1000)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM)
     dispatcher.results(0, [("0", ANSWER)], 0)
     assert dispatcher.answers() == []
     assert sent(dispatcher) == {0: ["0"]}
@@ -88,11 +108,11 @@ def test_an_aborted_request_has_no_result_and_its_replica_is_told() -> None:
 def test_who_was_there_at_two_deaths_runs_alone_while_others_go_on_elsewhere() -> None:
     dispatcher, _ = filled(1, 2)
     dispatcher.replica_down(0, now=0.0)
-    dispatcher.replica_up(0, ROOM, 1000)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM)
     assert sent(dispatcher) == {0: ["0", "1"]}
     dispatcher.replica_down(0, now=1.0)
-    dispatcher.replica_up(0, ROOM, 1000)
-    dispatcher.replica_up(1, ROOM, 1000)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM)
+    dispatcher.replica_up(1, ROOM, 1000, ROOM)
     dispatcher.add("new", parcel())
     found = sent(dispatcher)
     assert sorted(found.values()) == [["0"], ["new"]]
@@ -111,7 +131,7 @@ def test_a_busy_replica_takes_nothing_new_until_a_suspect_has_run_there() -> Non
     dispatcher, _ = filled(1, 2)
     for _ in range(2):
         dispatcher.replica_down(0, now=0.0)
-        dispatcher.replica_up(0, ROOM, 1000)
+        dispatcher.replica_up(0, ROOM, 1000, ROOM)
         dispatcher.send()
     dispatcher.results(0, [("0", ANSWER)], 0)  # the first suspect
     dispatcher.add("late", parcel())
@@ -124,11 +144,11 @@ def test_a_suspect_waits_for_a_replica_that_is_up() -> None:
     dispatcher, _ = filled(1, 3)
     for _ in range(2):
         dispatcher.replica_down(0, now=0.0)
-        dispatcher.replica_up(0, ROOM, 1000)
+        dispatcher.replica_up(0, ROOM, 1000, ROOM)
         dispatcher.send()
     dispatcher.replica_down(0, now=1.0)  # it was reserved
     assert sent(dispatcher) == {}
-    dispatcher.replica_up(0, ROOM, 1000)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM)
     assert sent(dispatcher) == {0: ["1"]}
 
 
@@ -138,7 +158,7 @@ def test_who_was_alone_at_two_deaths_is_answered_so(line: bool) -> None:
     dispatcher.add("poison", parcel(line))
     for _ in range(2):
         assert dispatcher.answers() == []
-        dispatcher.replica_up(0, ROOM, 1000)
+        dispatcher.replica_up(0, ROOM, 1000, ROOM)
         assert sent(dispatcher) == {0: ["poison"]}
         dispatcher.replica_down(0, now=0.0)
     ((key, result),) = dispatcher.answers()
@@ -157,7 +177,7 @@ def test_deaths_while_another_client_had_requests_there_prove_nothing() -> None:
     dispatcher = Dispatcher()
     dispatcher.add("0", parcel())
     for _ in range(5):
-        dispatcher.replica_up(0, ROOM, 1000)
+        dispatcher.replica_up(0, ROOM, 1000, ROOM)
         assert sent(dispatcher) == {0: ["0"]}
         dispatcher.results(0, [], 2)
         dispatcher.replica_down(0, now=0.0)
@@ -168,11 +188,11 @@ def test_replicas_that_are_ended_on_purpose_count_as_no_deaths() -> None:
     dispatcher = Dispatcher()
     dispatcher.add("0", parcel())
     for index in range(5):
-        dispatcher.replica_up(index, ROOM, 1000)
+        dispatcher.replica_up(index, ROOM, 1000, ROOM)
         assert sent(dispatcher) == {index: ["0"]}
         dispatcher.replica_lost(index, now=0.0)
     for _ in range(5):
-        dispatcher.replica_up(9, ROOM, 1000)
+        dispatcher.replica_up(9, ROOM, 1000, ROOM)
         assert sent(dispatcher) == {9: ["0"]}
         dispatcher.replica_down(9, now=0.0, died=False)
     assert dispatcher.answers() == []
@@ -203,14 +223,14 @@ def test_what_does_not_come_back_in_time_is_lost_and_serves_again_if_it_comes_la
     dispatcher.tick(100.0 + LOST_AFTER)
     ((key, result),) = dispatcher.answers()
     assert (key, code(result)) == ("0", "cluster_lost")
-    dispatcher.replica_up(0, ROOM, 1000)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM)
     dispatcher.add("1", parcel())
     assert sent(dispatcher) == {0: ["1"]}
 
 
 def test_a_model_that_loads_slowly_has_more_time_to_come_back() -> None:
     dispatcher = Dispatcher()
-    dispatcher.replica_up(0, ROOM, 1000, load_s=200.0)
+    dispatcher.replica_up(0, ROOM, 1000, ROOM, load_s=200.0)
     dispatcher.add("0", parcel())
     dispatcher.replica_down(0, now=0.0)
     dispatcher.tick(399.0)
@@ -263,7 +283,7 @@ def test_a_request_that_kills_its_replica_is_found_and_costs_no_other_its_answer
         for index in range(replicas):
             if index not in there and draw.random() < 0.3:
                 there[index] = set()
-                dispatcher.replica_up(index, ROOM, 1000)
+                dispatcher.replica_up(index, ROOM, 1000, ROOM)
         for index, found in sent(dispatcher).items():
             there[index].update(found)
         if not there:
@@ -325,7 +345,7 @@ class Machine(RuleBasedStateMachine):
                 assert key in self.open, "sent, and nobody waits for it"
                 assert all(key not in there for there in self.up.values()), "sent twice"
             self.up[index].update(keys)
-            assert len(self.up[index]) <= ROOM, "more in flight than there is room for"
+            assert len(self.up[index]) <= 2 * ROOM, "more in flight than there is room for"
             suspects = [key for key in self.up[index] if self.deaths[key] >= 2]
             assert not suspects or len(self.up[index]) == 1, "a suspect is not alone"
         self.note()
@@ -363,7 +383,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.down.discard(index)
         self.up[index] = set()
-        self.dispatcher.replica_up(index, ROOM, 500)
+        self.dispatcher.replica_up(index, ROOM, 500, ROOM)
         self.send()
 
     @precondition(lambda self: self.up)
@@ -413,7 +433,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """From wherever it is, all are answered by one replica that lives."""
         if 0 not in self.up:
-            self.dispatcher.replica_up(0, ROOM, 500)
+            self.dispatcher.replica_up(0, ROOM, 500, ROOM)
             self.up[0] = set()
         for _ in range(2 * self.count + 1):
             self.send()

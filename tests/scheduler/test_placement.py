@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -73,6 +75,39 @@ def actor(**options: Any) -> Any:
             return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
 
     return ray.remote(Seer).options(**options).remote()
+
+
+SEES = """
+import sys
+import paged, ray
+from scheduler import placement
+home = placement.start("paged-test")
+where = ray.remote(lambda: (__import__("paged").__file__, __import__("scheduler").__file__))
+import scheduler
+print(ray.get(where.remote()) == (paged.__file__, scheduler.__file__))
+home.end()
+"""
+
+
+def test_workers_have_the_modules_of_the_driver_whatever_lies_in_the_folder_where_it_was_started(
+    tmp_path: Path,
+) -> None:
+    """Such as a checkout without its native library, for all whose `paged` is an installed one."""
+    for name in ("paged", "scheduler", "worker"):
+        (tmp_path / "checkout" / name).mkdir(parents=True)
+        (tmp_path / "checkout" / name / "__init__.py").write_text("raise RuntimeError('another one')")
+    (tmp_path / "sees.py").write_text(SEES)
+    environ = {"PYTHONPATH": str(Path(placement.__file__).parents[1])}
+    said = subprocess.run(
+        [sys.executable, str(tmp_path / "sees.py")],
+        cwd=tmp_path / "checkout",
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert said.stdout == "True\n", said.stderr[-2000:]
 
 
 # R06: versions, before anything else

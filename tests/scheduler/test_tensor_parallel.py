@@ -15,6 +15,7 @@ from paged import LLM, ConfigError, RequestOutput, SamplingParams, WorkerLost
 from scheduler.config import EngineConfig
 from scheduler.llm import plan
 from worker.checkpoints import Checkpoint
+from worker.head import join_ray
 from worker.ray_executor import RayExecutor
 from worker.weights import load_weights
 
@@ -25,7 +26,7 @@ STORY = "Once upon a time there was a small dragon who wanted to read every book
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    join_ray("local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20)
     yield
     ray.shutdown()
 

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paged import LLM, ConfigError, SamplingParams, WorkerLost
 from worker import ray_executor
+from worker.head import join_ray
 from worker.ray_executor import RayExecutor
 
 pytestmark = pytest.mark.ray
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    join_ray("local", num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20)
     yield
     ray.shutdown()
 
