@@ -31,9 +31,7 @@ LOST_AFTER = 40.0  # seconds without any replica; longer where a model takes lon
 SUSPECT = 2  # deaths of replicas at which a request was there
 GUILTY = 2  # deaths of replicas at which it was alone there
 _ROOM_WHEN_LOST = 1024
-_SHARES = (
-    2  # of what all have room for that one replica may have of: else only one that has just answered would be open
-)
+_SHARES = 2  # of the room of all, that one replica may have: else only who has just answered would be open
 
 
 @dataclass(frozen=True, slots=True)

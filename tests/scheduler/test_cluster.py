@@ -157,25 +157,31 @@ def test_r03_every_answer_is_its_own_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kills", ["one, once", "one, four times", "both at once"])
 def test_r01_a_job_whose_replicas_are_killed_has_the_answers_of_one_undisturbed(two: Cluster, kills: str) -> None:
     """R01: killed with SIGKILL between the first and the last answer."""
-    killed: list[int] = []
     times, each = {"one, once": (1, 10), "one, four times": (4, 5), "both at once": (1, 5)}[kills]
 
+    killed: list[int] = []
+    due = [each * (i + 1) for i in range(times)]
+
+    def alive() -> list[int]:
+        return [pid for pid in pids(two) if is_alive(pid) and pid not in killed]
+
     def kill(count: int) -> None:
-        if len(killed) < times and count >= each * (len(killed) + 1):
+        if due and count >= due[0]:
             assert count < 40
-            until(lambda: any(map(is_alive, pids(two))))
-            alive = [pid for pid in pids(two) if is_alive(pid)]
-            for pid in alive if "both" in kills else alive[:1]:
+            until(alive)
+            now = alive() if "both" in kills else alive()[:1]
+            for pid in now:
                 os.kill(pid, signal.SIGKILL)
-            killed.append(count)
+            killed.extend(now)
+            del due[0]
 
     answers = job(two, {f"{i}": line(prompt(i)) for i in range(40)}, kill)
-    assert len(killed) == times
     assert {key: shown(one) for key, one in answers.items()} == {
         f"{i}": text(solo(prompt(i), TOKENS)) for i in range(40)
     }
+    assert len(killed) == (2 if "both" in kills else times)
     until(lambda: len(pids(two)) == 2)
-    assert sum(one.restarts or 0 for one in two.status()) == (2 if "both" in kills else times)
+    assert sum(one.restarts or 0 for one in two.status()) == len(killed)
 
 
 def test_r01_when_no_replacement_starts_every_line_has_an_error_soon(two: Cluster, tmp_path: Path) -> None:
