@@ -12,8 +12,10 @@ from typing import Any
 from paged.errors import PagedError
 from scheduler.config import EngineConfig
 from scheduler.driver import Driver, Link, ReplicaAway, ReplicaGone
+from worker.head import silence
 
 WATCH = 2.0  # seconds between looks for replicas that are new
+REFUSALS = 3  # looks in a row at which nobody listens at the address of Ray's head, before it is taken for gone
 CALLS = 256  # that a replica serves at once: one that waits for results for each client, and a few more
 PREFIX = "replica-"  # of an actor's name, before its number
 
@@ -96,10 +98,12 @@ def actor_class(replica: type) -> Any:
 
 
 class Watcher:
-    """A thread that tells a driver of replicas that are new: of a node that came late, or of another's `scale`."""
+    """A thread that tells a driver of replicas that are new, of a node that came late or of another's `scale`, and when
+    Ray has ended, without which none is started again.
+    """
 
-    def __init__(self, driver: Driver, namespace: str) -> None:
-        self._driver, self._namespace = driver, namespace
+    def __init__(self, driver: Driver, address: str, namespace: str) -> None:
+        self._driver, self._address, self._namespace = driver, address, namespace
         self._skipped: dict[int, float] = {}
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="paged-watcher", daemon=True).start()
@@ -125,9 +129,14 @@ class Watcher:
         self._ended.set()
 
     def _run(self) -> None:
+        refusals = 0
         while not self._ended.wait(WATCH):
-            with suppress(Exception):  # Ray is away: it is looked for again
-                self.look()
+            refusals = refusals + 1 if isinstance(silence(self._address), ConnectionRefusedError) else 0
+            if refusals >= REFUSALS:
+                self._driver.none_returns(f"Ray's head at {self._address} has ended")
+            elif not refusals:
+                with suppress(Exception):  # Ray is away: it is looked for again
+                    self.look()
 
 
 def indices_of(namespace: str) -> list[int]:

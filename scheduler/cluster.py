@@ -35,7 +35,7 @@ from scheduler.driver import Driver, Peer, State
 from scheduler.llm import Params, Prompt, is_one_prompt, plan
 from scheduler.outputs import EngineStats, RequestOutput
 from scheduler.replica import Replica
-from worker.head import Head
+from worker.head import Head, silence
 from worker.step import SamplingParams
 
 
@@ -68,7 +68,7 @@ class Cluster:
         self._namespace = _namespace(name)
         self._replica: type = Replica
         self._driver = Driver()
-        self._watcher = Watcher(self._driver, self._namespace)
+        self._watcher = Watcher(self._driver, home.address, self._namespace)
         self._outbox = _Outbox()
         self._keys: dict[str, str] = {}  # the driver's key, by the caller's
         # Of replicas made here. An actor that is not detached ends with the handle it was made with, and the driver may
@@ -418,8 +418,8 @@ def _let_go(
     if not end:
         home.leave()
         return
-    if ray.is_initialized():
-        with suppress(Exception):  # of a Ray that is gone nothing is left
+    if ray.is_initialized() and silence(home.address) is None:  # else Ray would wait, and end this process
+        with suppress(Exception):  # it may end now
             for index in indices_of(namespace):
                 end_replica(namespace, index)
             placement.release(placement.rooms(namespace))

@@ -132,6 +132,10 @@ class Driver:
         """Nothing more is sent to a replica, and what it has goes elsewhere."""
         self._post(partial(self._dismiss, index))
 
+    def none_returns(self, why: str) -> None:
+        """Replicas that are away, now, are gone for good."""
+        self._post(partial(self._none_returns, why))
+
     def peers(self) -> list[Peer]:
         """The replicas by number; their fields go on changing."""
         with self._changed:
@@ -271,6 +275,12 @@ class Driver:
         if peer is not None:
             self._retire(peer)
             self._dispatcher.replica_lost(index, time.monotonic())
+
+    def _none_returns(self, why: str) -> None:
+        for peer in self._peers.values():
+            if peer.state in ("starting", "restarting"):
+                peer.state, peer.error = "lost", ReplicaGone(why)
+                self._dispatcher.replica_lost(peer.index, time.monotonic())
 
     def _done(self, peer: Peer, session: str, method: str, future: Future[Any]) -> None:
         if self._peers.get(peer.index) is not peer or peer.session != session:

@@ -99,6 +99,33 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
+# A job with a cluster of its own
+
+
+def test_a_job_whose_ray_ends_has_a_record_for_every_line(place: Place, tmp_path: Path) -> None:
+    """All of it is killed; nothing could start a replica again. The job ends in order, as it says."""
+    body = {"prompt": "a b", "max_tokens": 300, "ignore_eos": True}
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(400)]
+    source, output, mark = tmp_path / "in.jsonl", tmp_path / "out.jsonl", f"{place.mark}-ray-ends"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = place.start("batch", str(source), "-o", str(output), *place.settings, "--replicas", "1", mark=mark)
+    for _ in until(90):
+        if output.exists() and output.read_bytes().count(b"\n"):
+            break
+    for pid in marked(mark).keys() - {job.pid}:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 3, err
+    answers = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert sorted(answer["custom_id"] for answer in answers) == sorted(line["custom_id"] for line in lines)
+    codes = [answer["error"]["code"] for answer in answers if answer["error"] is not None]
+    assert set(codes) == {"cluster_lost"}
+    assert 0 < len(codes) < len(lines)
+    assert f"{len(lines) - len(codes)} ok, {len(codes)} failed" in err
+    assert none_left(mark, 15) == NONE
+
+
 # A detached cluster
 
 

@@ -166,6 +166,31 @@ def test_when_none_comes_back_all_are_lost_and_one_that_comes_late_serves(driver
     Results(driver, 10).check()
 
 
+def test_when_none_can_come_back_all_are_lost_at_once(links: list[Link]) -> None:
+    driver = Driver(lost_after=1e9)
+    try:
+        for index, link in enumerate(links[:2]):
+            driver.found(index, link)
+        assert driver.wait(2, SECONDS)
+        results = Results(driver, 100, 400)
+        results.wait(1)
+        links[0].kill()
+        driver.none_returns("Ray has ended")  # the other is there, and goes on
+        results.wait(10)
+        assert all(isinstance(result, RequestOutput) for result in results.found.values())
+        links[1].kill()
+        began = time.monotonic()
+        while len(results.found) < 100:
+            driver.none_returns("Ray has ended")
+            time.sleep(0.05)
+            assert time.monotonic() < began + SECONDS
+        lost = [result for result in results.found.values() if isinstance(result, RequestFailed)]
+        assert "can be restarted" in str(lost[0])
+        assert [peer.state for peer in driver.peers()] == ["lost", "lost"]
+    finally:
+        driver.close()
+
+
 def test_a_replica_that_is_gone_is_not_called_again_and_another_may_take_its_number(
     driver: Driver, links: list[Link]
 ) -> None:
