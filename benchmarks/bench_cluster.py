@@ -80,6 +80,9 @@ class Fake:
             done.set_result(self._info if method == "open" else None)
         return done
 
+    def restart(self) -> None:
+        """There is no process."""
+
     def end(self) -> None:
         """There is no process."""
 

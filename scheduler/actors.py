@@ -43,10 +43,17 @@ class RayLink:
         getattr(self.actor, method).remote(*args).future().add_done_callback(settle)
         return ours
 
+    def restart(self) -> None:
+        self._kill(no_restart=False)
+
     def end(self) -> None:
+        self._kill(no_restart=True)
+
+    def _kill(self, *, no_restart: bool) -> None:
         import ray
 
-        ray.kill(self.actor)
+        if ray.is_initialized():
+            ray.kill(self.actor, no_restart=no_restart)
 
 
 def _plain(error: BaseException) -> BaseException:

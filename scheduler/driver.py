@@ -29,6 +29,7 @@ from scheduler.routing import outline
 
 POLL = 2.0  # seconds that a take waits for results; at least so often a replica reports how it stands
 RETRY = 0.5  # seconds between attempts to reach a replica that is away
+HUNG = 60.0  # seconds without an answer to a take, after which a replica's process is ended
 MOST_LOADS = 3  # attempts after which a replica that never was up is given up
 _GAUGES = frozenset({"running", "waiting", "total_pages", "used_pages", "cached_pages", "peak_pages"})
 
@@ -53,6 +54,9 @@ class Link(Protocol):
         It ends with what that raises, with ReplicaGone, or with anything else where nobody knows whether it ran.
         """
 
+    def restart(self) -> None:
+        """End its process, whatever it does, so that another is started."""
+
     def end(self) -> None:
         """End its process for good."""
 
@@ -68,6 +72,7 @@ class Peer:
     opening: bool = False
     failures: int = 0  # to open a session, in a row
     retry_at: float = 0.0
+    silence: float = 0.0  # seconds that the last take waits for its answer
     info: ReplicaInfo | None = None
     report: Report | None = None
     error: BaseException | None = None  # the last one
@@ -87,6 +92,7 @@ class Driver:
         self._peers: dict[int, Peer] = {}  # changed in the thread only
         self._past = EngineStats()  # counters of processes that have ended
         self._woken = self._closing = False
+        self._turned = time.monotonic()
         self._calls: list[tuple[Peer, str, tuple[Any, ...]]] = []  # to be made when the condition is let go
         self._thread = threading.Thread(target=self._run, name="paged-driver", daemon=True)
         self._thread.start()
@@ -217,9 +223,15 @@ class Driver:
                 if event is not None:
                     event()
             now = time.monotonic()
+            passed, self._turned = min(now - self._turned, 2 * RETRY), now  # less where this process was stopped
             for peer in self._peers.values():
                 if peer.state in ("starting", "restarting") and not peer.opening and now >= peer.retry_at:
                     self._open(peer)
+                elif peer.state == "warm":
+                    peer.silence += passed
+                    if peer.silence > HUNG:
+                        peer.link.restart()
+                        self._failed(peer, "take", ReplicaAway(f"it has not answered for {HUNG:g} s"))
             self._dispatcher.tick(now)
             for index, requests in self._dispatcher.send().items():
                 assert self._peers[index].state == "warm"
@@ -264,6 +276,10 @@ class Driver:
         peer.session, peer.opening = f"{self._name}.{next(self._sessions)}", True
         self._calls.append((peer, "open", ()))
 
+    def _take(self, peer: Peer, timeout: float) -> None:
+        peer.silence = 0.0
+        self._calls.append((peer, "take", (timeout,)))
+
     def _found(self, index: int, link: Link) -> None:
         peer = self._peers.get(index)
         if peer is None or peer.state == "lost":
@@ -294,11 +310,11 @@ class Driver:
                 self._retire(peer)
             peer.info, peer.state, peer.opening, peer.failures, peer.error = info, "warm", False, 0, None
             self._dispatcher.replica_up(peer.index, info.room, info.capacity, info.max_num_seqs, info.load_s)
-            self._calls.append((peer, "take", (0.0,)))  # for its report
+            self._take(peer, 0.0)  # for its report
         elif method == "take":
             results, peer.report = future.result()
             self._dispatcher.results(peer.index, results, peer.report.requests)
-            self._calls.append((peer, "take", (POLL,)))
+            self._take(peer, POLL)
 
     def _failed(self, peer: Peer, method: str, error: BaseException) -> None:
         now = time.monotonic()

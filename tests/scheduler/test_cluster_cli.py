@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -105,7 +106,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_a_job_whose_ray_ends_has_a_record_for_every_line(place: Place, tmp_path: Path) -> None:
     """All of it is killed; nothing could start a replica again. The job ends in order, as it says."""
     body = {"prompt": "a b", "max_tokens": 300, "ignore_eos": True}
-    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(400)]
+    lines: list[dict[str, Any]] = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(400)
+    ]
     source, output, mark = tmp_path / "in.jsonl", tmp_path / "out.jsonl", f"{place.mark}-ray-ends"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = place.start("batch", str(source), "-o", str(output), *place.settings, "--replicas", "1", mark=mark)

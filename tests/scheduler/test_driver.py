@@ -34,6 +34,7 @@ class Link:
         self.replica: Replica | None = None
         self.error: Exception = ReplicaAway("it is away")  # of calls when there is no replica
         self.lose_answers_of: set[str] = set()  # each once
+        self.hangs: Future[Any] | None = None  # what calls return then
         self.ended = False
         self.start()
 
@@ -49,6 +50,8 @@ class Link:
             replica.close()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
+        if self.hangs is not None:
+            return self.hangs
         return self.threads.submit(self._call, self.replica, method, args)
 
     def _call(self, replica: Replica | None, method: str, args: tuple[Any, ...]) -> Any:
@@ -64,6 +67,11 @@ class Link:
             self.lose_answers_of.discard(method)
             raise ReplicaAway("its answer is lost")
         return answer
+
+    def restart(self) -> None:
+        self.hangs = None
+        self.kill()
+        self.start()
 
     def end(self) -> None:
         self.ended = True
@@ -149,6 +157,17 @@ def test_an_answer_that_is_lost_ends_the_session_and_no_result(driver: Driver, l
     assert all(not link.lose_answers_of for link in links) or method == "abort"
     results.count = len(results.found)
     results.check()
+    assert driver.wait(3, SECONDS)
+
+
+def test_a_replica_that_hangs_is_started_again(
+    driver: Driver, links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "HUNG", 3.0)
+    links[1].hangs = Future()
+    results = Results(driver, 60)
+    results.check()
+    assert links[1].hangs is None
     assert driver.wait(3, SECONDS)
 
 
