@@ -65,7 +65,7 @@ def main() -> None:
     port = free_port()
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    llm = Completions.bind("smollm2", kv_memory="64MiB", max_model_len=512, threads=1)  # type: ignore[attr-defined]
+    llm = Completions.bind("smollm2", kv_memory="64MiB", max_model_len=512, threads=1)  # type: ignore[attr-defined]  # by the decorator
     serve.run(llm)
     print(f"serving on http://127.0.0.1:{port}/", flush=True)
     prompts = ["The capital of France is", "Water boils at", "One, two, three,", None]

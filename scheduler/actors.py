@@ -99,7 +99,7 @@ def actor_class(replica: type) -> Any:
         def leave(self, client: str) -> None:
             self._replica.leave(client)
 
-    return ray.remote(  # type: ignore[call-overload]
+    return ray.remote(  # type: ignore[call-overload]  # Ray's stubs lack concurrency_groups
         concurrency_groups={"ordered": 1}
     )(PagedReplica)
 

@@ -162,9 +162,9 @@ class Cluster:
         if address is None and state is None:
             known = ", ".join(cluster_state.names()) or "none"
             raise ClusterError(f"no cluster {name}; there are: {known}: start it by `paged launch --name {name}`")
-        home = placement.join(address or state.address, _namespace(name))  # type: ignore[union-attr]
+        home = placement.join(address or state.address, _namespace(name))  # type: ignore[union-attr]  # one is there
         if state is not None and state.head and state.address == home.address:
-            home.head = Head(state.pid, state.address)  # type: ignore[arg-type]
+            home.head = Head(state.pid, state.address)  # type: ignore[arg-type]  # a head has a pid
         made = cls(home, name, detached=True)
         try:
             made._find(name, wait)
@@ -195,7 +195,7 @@ class Cluster:
         """
         items = [prompts] if is_one_prompt(prompts, chat) else list(prompts)
         one = isinstance(sampling_params, SamplingParams) or sampling_params is None
-        params = [sampling_params] * len(items) if one else list(sampling_params)  # type: ignore[arg-type]
+        params = [sampling_params] * len(items) if one else list(sampling_params)  # type: ignore[arg-type]  # not None
         if len(params) != len(items):
             raise RequestError(f"{len(items)} prompts and {len(params)} sampling_params: give one, or one for each")
         outbox, outputs, keys = _Outbox(), dict[int, RequestOutput](), []
