@@ -23,7 +23,7 @@ class ClusterState:
     name: str
     address: str
     pid: int | None
-    born: float | None
+    born: int | None
     head: bool  # whether pid is a head of ours, which `stop` ends
 
     @property
@@ -90,15 +90,16 @@ def names() -> list[str]:
     return sorted(file.stem for file in folder().glob("*.json") if read(file.stem) is not None)
 
 
-def born(pid: int) -> float | None:
-    """When a process began; None if there is none. Of two with the same id it tells which one is meant."""
-    import psutil
+def born(pid: int) -> int | None:
+    """When a process began, in ticks since the machine did: of the clock, which is set now and then, nothing depends.
 
+    None if there is none. Of two with the same id it tells which one is meant.
+    """
     try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.NoSuchProcess:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return None
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def _file(name: str) -> Path:

@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "paged" / "clusters"
 
 
-def state(name: str = "default", pid: int | None = PID, born: float | None = None) -> ClusterState:
+def state(name: str = "default", pid: int | None = PID, born: int | None = None) -> ClusterState:
     return ClusterState(name, "127.0.0.1:1", pid, cluster_state.born(PID) if born is None else born, head=False)
 
 
@@ -49,7 +49,7 @@ def test_a_cluster_whose_process_has_ended_is_forgotten(cache: Path) -> None:
 
 
 def test_a_process_that_has_the_id_of_one_that_ended_is_not_taken_for_it(cache: Path) -> None:
-    state(born=1.0).save()
+    state(born=1).save()
     assert cluster_state.names() == []
     assert list(cache.iterdir()) == []
 
