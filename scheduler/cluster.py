@@ -430,8 +430,8 @@ def _let_go(
 
 def _status(peer: Peer) -> ReplicaStatus:
     status = ReplicaStatus(peer.index, peer.state, restarts(peer.link))
-    if peer.state == "warm" and peer.info is not None:
-        info, stats = peer.info, EngineStats() if peer.report is None else peer.report.stats
+    if peer.state == "warm" and peer.info is not None and peer.report is not None:
+        info, stats = peer.info, peer.report.stats
         status = replace(status, node=info.node, pid=info.pid, threads=info.threads, output_tokens=stats.output_tokens)
         status = replace(status, running=stats.running, waiting=stats.waiting)
         status = replace(status, used_pages=stats.used_pages, total_pages=stats.total_pages)

@@ -52,9 +52,16 @@ def launch(config: EngineConfig, replicas: int, name: str, address: str | None, 
 
 
 def status(name: str, address: str | None) -> int:
-    with Cluster.connect(name, address) as cluster:
-        _say(f"cluster {name} at {cluster.address}, model {cluster.model_name}")
-        print(table(cluster.status()))
+    with Cluster.connect(name, address, wait=False) as cluster:
+        end = time.monotonic() + EVERY  # those that are warm have said how they stand by then
+        while sum(row.used_pages is not None for row in cluster.status()) < cluster.num_replicas:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        rows = cluster.status()
+        known = any(row.used_pages is not None for row in rows)
+        _say(f"cluster {name} at {cluster.address}, {f'model {cluster.model_name}' if known else 'no replica is warm'}")
+        print(table(rows))
     return 0
 
 
