@@ -11,11 +11,12 @@ from typing import Any
 
 from paged.errors import PagedError
 from scheduler.config import EngineConfig
-from scheduler.driver import Driver, Link, ReplicaAway, ReplicaGone
+from scheduler.driver import Driver, Link, ReplicaAway, ReplicaGone, ReplicaLoading
 from worker.head import silence
 
 WATCH = 2.0  # seconds between looks for replicas that are new
-REFUSALS = 3  # looks in a row at which nobody listens at the address of Ray's head, before it is taken for gone
+REFUSED = 5.0  # seconds in which nobody listens at the address of Ray's head, after which it is taken for gone
+SILENT = 30.0  # as REFUSED, where nothing is heard at all
 CALLS = 256  # that a replica serves at once: one that waits for results for each client, and a few more
 PREFIX = "replica-"  # of an actor's name, before its number
 
@@ -53,7 +54,8 @@ class RayLink:
         import ray
 
         if ray.is_initialized():
-            ray.kill(self.actor, no_restart=no_restart)
+            with suppress(Exception):  # Ray knows it no more, or is away itself
+                ray.kill(self.actor, no_restart=no_restart)
 
 
 def _plain(error: BaseException) -> BaseException:
@@ -63,7 +65,9 @@ def _plain(error: BaseException) -> BaseException:
     if isinstance(error, RayTaskError) and isinstance(error.cause, PagedError):
         return error.cause
     text = re.sub(r"\x1b\[\d+m", "", str(error))
-    return ReplicaGone(text) if isinstance(error, ActorDiedError) else ReplicaAway(text)
+    if isinstance(error, ActorDiedError):
+        return ReplicaGone(text)
+    return ReplicaLoading(text) if "restarting" in text else ReplicaAway(text)
 
 
 def actor_class(replica: type) -> Any:
@@ -113,7 +117,8 @@ class Watcher:
         self._driver, self._address, self._namespace = driver, address, namespace
         self._skipped: dict[int, float] = {}
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="paged-watcher", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="paged-watcher", daemon=True)
+        self._thread.start()
 
     def look(self) -> int:
         """Look for new ones; how many replicas there are."""
@@ -122,7 +127,7 @@ class Watcher:
         known = {peer.index for peer in self._driver.peers() if peer.state != "lost"}
         indices = indices_of(self._namespace)
         for index in indices:
-            if index not in known and time.monotonic() > self._skipped.get(index, 0.0):
+            if not self._ended.is_set() and index not in known and time.monotonic() > self._skipped.get(index, 0.0):
                 with suppress(ValueError):  # it has ended meanwhile
                     actor = ray.get_actor(f"{PREFIX}{index}", self._namespace)
                     self._driver.found(index, RayLink(actor))
@@ -134,16 +139,18 @@ class Watcher:
 
     def end(self) -> None:
         self._ended.set()
+        self._thread.join(WATCH)
 
     def _run(self) -> None:
-        refusals = 0
+        heard = time.monotonic()
         while not self._ended.wait(WATCH):
-            refusals = refusals + 1 if isinstance(silence(self._address), ConnectionRefusedError) else 0
-            if refusals >= REFUSALS:
-                self._driver.none_returns(f"Ray's head at {self._address} has ended")
-            elif not refusals:
+            error, now = silence(self._address), time.monotonic()
+            if error is None:
+                heard = now
                 with suppress(Exception):  # Ray is away: it is looked for again
                     self.look()
+            elif now - heard > (REFUSED if isinstance(error, ConnectionRefusedError) else SILENT):
+                self._driver.none_returns(f"Ray's head at {self._address} has ended, or is out of reach ({error})")
 
 
 def indices_of(namespace: str) -> list[int]:

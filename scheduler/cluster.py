@@ -31,7 +31,7 @@ from scheduler.actors import CALLS, PREFIX, RayLink, Watcher, actor_class, end_r
 from scheduler.cluster_state import ClusterState
 from scheduler.config import EngineConfig
 from scheduler.desk import LineRequest, PromptRequest, Response, Result
-from scheduler.driver import Driver, Peer, State
+from scheduler.driver import MOST_LOADS, Driver, Peer, State
 from scheduler.llm import Params, Prompt, is_one_prompt, plan
 from scheduler.outputs import EngineStats, RequestOutput
 from scheduler.replica import Replica
@@ -144,7 +144,8 @@ class Cluster:
         try:
             made._add_replicas(placement.resolve(config, replicas), range(replicas), placement_timeout)
             while not made._driver.wait(replicas, 1.0):
-                on_progress(made.status())
+                on_progress([_status(peer) for peer in made._driver.peers()])
+                made._check_loads()
             made._compare(here)
         except BaseException:
             made.stop()
@@ -282,7 +283,7 @@ class Cluster:
 
     def status(self) -> list[ReplicaStatus]:
         """How every replica stands, by number."""
-        return [_status(peer) for peer in self._driver.peers()]
+        return [replace(_status(peer), restarts=restarts(peer.link)) for peer in self._driver.peers()]
 
     @property
     def num_replicas(self) -> int:
@@ -301,7 +302,9 @@ class Cluster:
             placement.release([f"{self._namespace}/{PREFIX}{peer.index}"])
         missing = replicas - len(peers)
         if missing > 0:
-            config = next(peer.info.config for peer in peers if peer.info is not None)  # threads and memory: of one
+            config = next((peer.info.config for peer in peers if peer.info is not None), None)  # of one
+            if config is None:
+                raise ClusterError("no replica of this cluster has been warm: there is nothing to add to")
             there = {peer.index for peer in peers}
             free = [index for index in range(replicas + len(peers)) if index not in there]
             self._add_replicas(config, free[:missing], placement.PLACING)
@@ -329,6 +332,18 @@ class Cluster:
             raise ClusterError(f"no replica of cluster {name} is there, at {self.address}")
         self._driver.wait(1)
         self._compare()
+
+    def _check_loads(self) -> None:
+        """Raises ClusterError for a replica whose process dies again and again before it is warm."""
+        if silence(self.address) is not None:  # Ray would wait
+            return
+        for peer in self._driver.peers():
+            deaths = 0 if peer.info is not None else restarts(peer.link) or 0
+            if deaths >= MOST_LOADS:
+                raise ClusterError(
+                    f"the process of replica {peer.index} has died {deaths} times while it loaded the model: has its node "
+                    "enough memory? What it said is among the logs of Ray on its node"
+                )
 
     def _compare(self, here: str | None = None) -> None:
         """Warn of replicas with other packages than here, or that compute otherwise than `here`, or than the first."""
@@ -429,7 +444,7 @@ def _let_go(
 
 
 def _status(peer: Peer) -> ReplicaStatus:
-    status = ReplicaStatus(peer.index, peer.state, restarts(peer.link))
+    status = ReplicaStatus(peer.index, peer.state)
     if peer.state == "warm" and peer.info is not None and peer.report is not None:
         info, stats = peer.info, peer.report.stats
         status = replace(status, node=info.node, pid=info.pid, threads=info.threads, output_tokens=stats.output_tokens)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from paged.errors import ClusterError
@@ -18,7 +18,7 @@ from scheduler.config import EngineConfig
 from worker.head import end_head
 
 EVERY = 5.0  # seconds between two lines on how far replicas are
-ENDING = 15.0  # seconds until a launcher that was asked to end must have
+ENDING = 45.0  # seconds until a launcher that was asked to end must have
 _COLUMNS = (
     *(("replica", "index"), ("state", "state"), ("node", "node"), ("pid", "pid"), ("threads", "threads")),
     *(("running", "running"), ("waiting", "waiting"), ("pages", "total_pages"), ("used", "used_pages")),
@@ -36,6 +36,7 @@ def launch(config: EngineConfig, replicas: int, name: str, address: str | None, 
         except (KeyboardInterrupt, SystemExit):  # the latter while Ray has SIGTERM
             _say("stopped before the cluster was up: nothing of it is left")
             return 128 + (told.number or signal.SIGTERM)
+        told.is_up = True
         try:
             print(table(cluster.status()), flush=True)
             if detach:
@@ -53,6 +54,8 @@ def launch(config: EngineConfig, replicas: int, name: str, address: str | None, 
 
 def status(name: str, address: str | None) -> int:
     with Cluster.connect(name, address, wait=False) as cluster:
+        if not cluster.num_replicas:
+            raise ClusterError(f"no replica of cluster {name} is there, at {cluster.address}")
         end = time.monotonic() + EVERY  # those that are warm have said how they stand by then
         while sum(row.used_pages is not None for row in cluster.status()) < cluster.num_replicas:
             if time.monotonic() > end:
@@ -78,6 +81,8 @@ def scale(replicas: int, name: str, address: str | None) -> int:
 def stop(name: str, address: str | None) -> int:
     """End a cluster whole, whoever launched it."""
     state = cluster_state.read(name) if address is None else None
+    if state is not None and state.pid is not None and not state.here:
+        raise ClusterError(f"cluster {name} was launched on {state.host}: stop it there")
     if state is not None and state.pid is not None and not state.head:
         _end_launcher(state)
         _say(f"cluster {name} is stopped, and process {state.pid}, which launched it, has ended")
@@ -94,6 +99,8 @@ def stop(name: str, address: str | None) -> int:
         cluster_state.forget(name, state.address)
         _say(f"cluster {name} is stopped; its replicas were gone or out of reach: {error}")
         return 0
+    if not ended and state is None:
+        raise ClusterError(f"no replica of cluster {name} was there, at {address}")
     what = "Ray" if state is not None and state.head else "not Ray, which was there before"
     _say(f"cluster {name} is stopped: {ended} {'replica has' if ended == 1 else 'replicas have'} ended, {what}")
     return 0
@@ -112,7 +119,8 @@ def table(rows: list[ReplicaStatus]) -> str:
 
 def _end_launcher(state: cluster_state.ClusterState) -> None:
     assert state.pid is not None
-    os.kill(state.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
     end = time.monotonic() + ENDING
     while state.alive:
         if time.monotonic() > end:
@@ -139,21 +147,19 @@ class _Told:
     """Whether Ctrl-C or SIGTERM came, and which."""
 
     number = 0
+    is_up = False  # the cluster is: a signal is waited for, and interrupts nothing
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def tell(self, number: int, frame: FrameType | None) -> None:
-        if self.number == 0 and not self._waiting:
+        if self.number == 0 and not self.is_up:
             self.number = number
             raise KeyboardInterrupt
         self.number = number
         self._event.set()
 
-    _waiting = False
-
     def wait(self) -> None:
-        self._waiting = True
         while not self._event.wait(1.0):
             pass
 

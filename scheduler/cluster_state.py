@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+import socket
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paged.errors import ClusterError
@@ -25,11 +26,17 @@ class ClusterState:
     pid: int | None
     born: int | None
     head: bool  # whether pid is a head of ours, which `stop` ends
+    host: str = field(default_factory=socket.gethostname)  # of that process; the folder may be that of several
 
     @property
     def alive(self) -> bool:
         """Whether that process still is."""
-        return self.pid is None or born(self.pid) == self.born
+        return self.pid is None or not self.here or born(self.pid) == self.born
+
+    @property
+    def here(self) -> bool:
+        """Whether that process is, or was, on this machine."""
+        return self.host == socket.gethostname()
 
     def save(self) -> None:
         """Raises ClusterError where there is one of this name, who may have been launched this moment."""

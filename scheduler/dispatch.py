@@ -30,6 +30,8 @@ from scheduler.routing import Router, usage
 LOST_AFTER = 40.0  # seconds without any replica; longer where a model takes longer to load
 SUSPECT = 2  # deaths of replicas at which a request was there
 GUILTY = 2  # deaths of replicas at which it was alone there
+MOST_DEATHS = 8  # at which a request was there; where it never is alone, as others send to its replicas too
+_START = 10.0  # seconds, about, until a process begins to load
 _ROOM_WHEN_LOST = 1024
 _SHARES = 2  # of the room of all, that one replica may have: else only who has just answered would be open
 
@@ -128,7 +130,7 @@ class Dispatcher:
         one.room, one.capacity, one.seats = max(room, 1), capacity, seats
         one.up, one.reserved, one.others = True, False, False
         self._route(index)
-        self._lost_after = max(self._lost_after, 2 * load_s)
+        self._lost_after = max(self._lost_after, 2 * (load_s + _START))
         self._none_since, self._lost = None, False
 
     def replica_down(self, index: int, now: float, *, died: bool = True) -> None:
@@ -266,7 +268,7 @@ class Dispatcher:
             request.replica = None
             request.deaths += died
             request.deaths_alone += died and alone
-            if request.deaths_alone >= GUILTY:
+            if request.deaths_alone >= GUILTY or request.deaths >= MOST_DEATHS:
                 del self._requests[key]
                 self._answers.append((key, request.parcel.failed("request_kills_worker", _KILLS)))
             elif request.deaths >= SUSPECT:

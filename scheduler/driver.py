@@ -41,6 +41,10 @@ class ReplicaAway(PagedError):
     """A replica cannot be reached, and may come back."""
 
 
+class ReplicaLoading(ReplicaAway):
+    """Its process is being started."""
+
+
 class ReplicaGone(PagedError):
     """A replica has ended for good."""
 
@@ -319,11 +323,15 @@ class Driver:
     def _failed(self, peer: Peer, method: str, error: BaseException) -> None:
         now = time.monotonic()
         ended = isinstance(error, SessionEnded)
-        # What the constructor refuses, it would refuse again.
-        gone = isinstance(error, ReplicaGone) or (method == "open" and isinstance(error, PagedError) and not ended)
-        gone = gone and not isinstance(error, ReplicaAway)
+        refused = (
+            method == "open" and isinstance(error, PagedError) and not isinstance(error, (ReplicaAway, SessionEnded))
+        )
         peer.error, peer.session, peer.opening, peer.retry_at = error, "", False, now + RETRY
-        peer.failures += method == "open"
+        peer.failures += method == "open" and not isinstance(error, ReplicaLoading)
+        # What the constructor refuses, it would refuse again, unless it once was content.
+        gone = isinstance(error, ReplicaGone) or (refused and (peer.info is None or peer.failures >= MOST_LOADS))
+        if refused and not gone:
+            peer.link.restart()
         if gone:
             peer.state = "lost"
             if not isinstance(error, ReplicaGone):

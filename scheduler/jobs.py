@@ -128,9 +128,10 @@ class Stop:
             signal.signal(number, handler)
 
     def _came(self, number: int, _: object) -> None:
-        if self.number is not None or not self.gently:
-            raise Stopped(number)
+        at_once = self.number is not None or not self.gently
         self.number = number
+        if at_once:
+            raise Stopped(number)
 
 
 @dataclass(frozen=True, slots=True)

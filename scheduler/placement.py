@@ -10,10 +10,8 @@ Ray knows what is free and where; nothing of that is reckoned here.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -324,15 +322,12 @@ def _amount(name: str, value: float) -> str:
 
 
 def _connect(address: str, namespace: str) -> None:
-    """ray.init. It takes SIGTERM for itself: who had a handler keeps it. Raises ClusterError."""
+    """Raises ClusterError."""
     import ray
 
-    handler = signal.getsignal(signal.SIGTERM)
     try:
         join_ray(address, namespace=namespace)
     except Exception as error:  # noqa: BLE001  some are of no class of their own
         with suppress(Exception):
             ray.shutdown()
         raise ClusterError(f"Ray cannot be joined at {address}: {error}") from None
-    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)

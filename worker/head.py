@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,6 +31,8 @@ OBJECTS = 200 * 2**20  # bytes of Ray's object store, which holds next to nothin
 ENDING = 10.0  # seconds in which it ends by itself
 LOOPBACK = "127.0.0.1"
 _PLACE = Path("/tmp")  # as Ray's own: sockets' paths may have 107 bytes, and TMPDIR is another for who stops it
+# For how long Ray waits for its head before it ends a process, and what it takes for the raylet that started this one.
+_ALONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600", "RAY_RAYLET_PID": str(os.getpid())}
 _READY, _STAY = b"ready\n", b"stay\n"
 
 
@@ -65,7 +68,7 @@ def start_head(cpus: int) -> Head:
     ensure_token()
     log = _folder(address) / "head.log"
     call = f"from worker.head import run_head; run_head({port}, {cpus}, {os.getpid()})"
-    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", *_ALONE)}
     environ |= {"PYTHONPATH": os.pathsep.join(_search_path()), "RAY_GCS_SERVER_PORT": str(port)}
     try:
         with log.open("wb") as errors:
@@ -126,13 +129,18 @@ def run_head(port: int, cpus: int, starter: int) -> None:
 
 
 def join_ray(address: str, **options: Any) -> None:
-    """ray.init, so that a worker finds the modules that this process finds. options: of ray.init.
+    """ray.init, so that a worker finds the modules that this process finds, and Ray leaves this process alone.
 
     Ray would put the current folder in front of a worker's path, and a checkout there, in which nothing is built, would
-    hide what is installed.
+    hide what is installed. It takes SIGTERM for itself: who had a handler keeps it. And it would end this process, with
+    exit code 1, a minute after its head has ended. options: of ray.init.
     """
+    os.environ |= _ALONE
     import ray
     from ray.job_config import JobConfig
+
+    use_token()
+    handler = signal.getsignal(signal.SIGTERM)
 
     class Job(JobConfig):
         def _runtime_env_has_working_dir(self) -> bool:  # such a one has folders of its own
@@ -141,6 +149,8 @@ def join_ray(address: str, **options: Any) -> None:
     job = Job(_py_driver_sys_path=_search_path()[::-1])  # a worker puts each in front of those before it
     with on_loopback() if is_on_loopback(address) else nullcontext():
         ray.init(address, job_config=job, log_to_driver=False, logging_level=logging.ERROR, **options)
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _search_path() -> list[str]:

@@ -14,7 +14,7 @@ from paged.errors import ConfigError
 from paged.layout import KVLayout
 from worker.executor import WorkerLost
 from worker.group import Group
-from worker.head import Head, end_head, join_ray, start_head, use_token
+from worker.head import Head, end_head, join_ray, start_head
 from worker.loading import load_runner
 from worker.model_config import ModelConfig
 from worker.parallel import Shard, shards
@@ -166,7 +166,6 @@ def _start(cpus: int) -> bool:
     if not ray.is_initialized():
         _executors, _head = 0, start_head(cpus)
         try:
-            use_token()
             join_ray(_head.address)
         except BaseException:
             _end_head()

@@ -161,6 +161,23 @@ def test_a_name_that_is_taken_is_refused(detached: Place, here: Place, capsys: p
     assert before <= set(marked(detached.mark))
 
 
+def test_the_status_of_a_replica_that_is_not_warm_is_told(detached: Place) -> None:
+    (row,) = detached.run("status")[0].splitlines()[1:]
+    psutil.Process(int(row.split()[3])).kill()
+    out, err = detached.run("status")
+    assert out.splitlines()[1].split()[:3] in (["0", "starting", "-"], ["0", "warm", row.split()[2]])
+    assert "no replica is warm" in err or "model model" in err
+    for _ in until(60):
+        if detached.run("status")[0].splitlines()[1].split()[1] == "warm":
+            break
+    assert detached.run("status")[0].splitlines()[1].split()[-1] == "1"  # restarts
+    address = re.findall(r"127\.0\.0\.1:\d+", err)[0]
+    for command in ("status", "stop"):
+        assert (
+            "no replica of cluster nobody" in detached.run(command, "--name", "nobody", "--address", address, code=2)[1]
+        )
+
+
 def test_scaling_starts_a_replica_and_ends_it(detached: Place) -> None:
     out, _ = detached.run("scale", "2")
     assert len(out.splitlines()) == 3
