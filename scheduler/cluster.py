@@ -146,7 +146,7 @@ class Cluster:
             while not made._driver.wait(replicas, 1.0):
                 on_progress([_status(peer) for peer in made._driver.peers()])
                 made._check_loads()
-            made._compare(here)
+            made.compare(here)
         except BaseException:
             made.stop()
             raise
@@ -331,7 +331,7 @@ class Cluster:
         if not there:
             raise ClusterError(f"no replica of cluster {name} is there, at {self.address}")
         self._driver.wait(1)
-        self._compare()
+        self.compare()
 
     def _check_loads(self) -> None:
         """Raises ClusterError for a replica whose process dies again and again before it is warm."""
@@ -341,11 +341,11 @@ class Cluster:
             deaths = 0 if peer.info is not None else restarts(peer.link) or 0
             if deaths >= MOST_LOADS:
                 raise ClusterError(
-                    f"the process of replica {peer.index} has died {deaths} times while it loaded the model: has its node "
-                    "enough memory? What it said is among the logs of Ray on its node"
+                    f"the process of replica {peer.index} has died {deaths} times while it loaded the model: has "
+                    "its node enough memory? What it said is among the logs of Ray there"
                 )
 
-    def _compare(self, here: str | None = None) -> None:
+    def compare(self, here: str | None = None) -> None:
         """Warn of replicas with other packages than here, or that compute otherwise than `here`, or than the first."""
         first = None if here is None else (here, "this process")
         for peer in self._driver.peers():

@@ -61,6 +61,7 @@ def status(name: str, address: str | None) -> int:
             if time.monotonic() > end:
                 break
             time.sleep(0.1)
+        cluster.compare()
         rows = cluster.status()
         known = any(row.used_pages is not None for row in rows)
         _say(f"cluster {name} at {cluster.address}, {f'model {cluster.model_name}' if known else 'no replica is warm'}")

@@ -193,7 +193,7 @@ class Dying(FakeReplica):
 
 def test_a_replica_that_dies_whenever_it_loads_ends_the_launch(tmp_path: Path) -> None:
     config = EngineConfig(str(tmp_path), max_num_seqs=4, threads=1)
-    with pytest.raises(ClusterError, match="replica 0 has died [3-9] times while it loaded"):
+    with pytest.raises(ClusterError, match=r"replica 0 has died [3-9] times while it loaded"):
         Cluster.launch_config(config, name=NAME, _replica=Dying)
     nothing_is_left()
 
@@ -258,9 +258,9 @@ def test_replicas_that_come_late_are_taken_and_those_that_are_dismissed_lose_not
 
 
 def test_replicas_that_compute_otherwise_are_told_of(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    two._compare("by a fake")
+    two.compare("by a fake")
     assert capsys.readouterr().err == ""
-    two._compare("in bfloat16 by native kernels")
+    two.compare("in bfloat16 by native kernels")
     line = "computes by a fake, this process in bfloat16 by native kernels: the same request may get other tokens there"
     assert capsys.readouterr().err.count(line) == 2
 
