@@ -139,7 +139,8 @@ class Watcher:
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join(WATCH)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(WATCH)
 
     def _run(self) -> None:
         heard = time.monotonic()

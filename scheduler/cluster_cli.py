@@ -15,9 +15,10 @@ from paged.errors import ClusterError
 from scheduler import cluster_state
 from scheduler.cluster import Cluster, ReplicaStatus
 from scheduler.config import EngineConfig
-from worker.head import end_head
+from worker.head import end_head, silence
 
 EVERY = 5.0  # seconds between two lines on how far replicas are
+SILENT = 10.0  # seconds without Ray's head, after which a launcher takes its cluster for lost
 ENDING = 45.0  # seconds until a launcher that was asked to end must have
 _COLUMNS = (
     *(("replica", "index"), ("state", "state"), ("node", "node"), ("pid", "pid"), ("threads", "threads")),
@@ -43,7 +44,9 @@ def launch(config: EngineConfig, replicas: int, name: str, address: str | None, 
                 _say(f"cluster {name} is up at {cluster.address}: `paged batch --cluster {name}`, `paged stop`")
                 return 0
             _say(f"cluster {name} is up at {cluster.address}, until Ctrl-C: `paged batch --cluster {name}` elsewhere")
-            told.wait()
+            if not told.wait(cluster.address):
+                _say(f"Ray's head at {cluster.address} has ended, and the cluster with it")
+                return 1
         finally:
             if not detach:
                 _say("ending")
@@ -81,7 +84,9 @@ def scale(replicas: int, name: str, address: str | None) -> int:
 
 def stop(name: str, address: str | None) -> int:
     """End a cluster whole, whoever launched it."""
-    state = cluster_state.read(name) if address is None else None
+    state = cluster_state.read(name)
+    if state is not None and address not in (None, state.address):
+        state = None
     if state is not None and state.pid is not None and not state.here:
         raise ClusterError(f"cluster {name} was launched on {state.host}: stop it there")
     if state is not None and state.pid is not None and not state.head:
@@ -160,9 +165,16 @@ class _Told:
         self.number = number
         self._event.set()
 
-    def wait(self) -> None:
+    def wait(self, address: str) -> bool:
+        """Until one has come, or nobody answers at `address` for a while; whether one has come."""
+        heard = time.monotonic()
         while not self._event.wait(1.0):
-            pass
+            now = time.monotonic()
+            if silence(address) is None:
+                heard = now
+            elif now - heard > SILENT:
+                return False
+        return True
 
 
 @contextmanager

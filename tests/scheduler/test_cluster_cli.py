@@ -129,6 +129,21 @@ def test_a_job_whose_ray_ends_has_a_record_for_every_line(place: Place, tmp_path
     assert none_left(mark, 15) == NONE
 
 
+def test_a_launch_that_stays_ends_when_its_ray_has(place: Place) -> None:
+    mark = f"{place.mark}-launch-ray-ends"
+    process = place.start("launch", *place.settings, "--name", "bereft", mark=mark)
+    assert process.stdout is not None
+    assert process.stdout.readline().split() == HEADER
+    for pid in marked(mark).keys() - {process.pid}:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.search(r"paged: Ray's head at 127\.0\.0\.1:\d+ has ended, and the cluster with it\n", err)
+    assert none_left(mark, 15) == NONE
+    assert "bereft.json" not in place.files
+
+
 # A detached cluster
 
 
