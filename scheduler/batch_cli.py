@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from paged.errors import ConfigError
 from scheduler.config import EngineConfig
 from scheduler.job_files import JobFiles, about
-from scheduler.jobs import Answerer, Job, JobProgress, LocalAnswerer, Stop
+from scheduler.jobs import Answerer, Job, JobProgress, LocalAnswerer, Stop, Stopped
 from scheduler.lines import filesystem, is_url
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def run(files: JobFiles, url: str | None, config: EngineConfig, where: Where, me
         stop = stack.enter_context(Stop())
         try:
             return _run(stack, stop, files, url, config, where, metrics)
-        except (KeyboardInterrupt, SystemExit):  # the latter while Ray has SIGTERM
+        except (Stopped, SystemExit) as stopped:  # the latter while Ray has SIGTERM
             _say("stopped")
-            return BY_SIGNAL + (stop.number or signal.SIGTERM)
+            return BY_SIGNAL + (stopped.number if isinstance(stopped, Stopped) else signal.SIGTERM)
 
 
 def _run(

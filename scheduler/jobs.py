@@ -128,10 +128,9 @@ class Stop:
             signal.signal(number, handler)
 
     def _came(self, number: int, _: object) -> None:
-        at_once = self.number is not None or not self.gently
-        self.number = number
-        if at_once:
+        if self.number is not None or not self.gently:
             raise Stopped(number)
+        self.number = number
 
 
 @dataclass(frozen=True, slots=True)

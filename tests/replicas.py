@@ -74,6 +74,13 @@ class FakeReplica(Replica):
         self._start(llm, 0.1, _die, time.monotonic)
 
 
+class DyingReplica(FakeReplica):
+    """Its process ends while it loads, as where memory is out."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        os._exit(1)
+
+
 def _die(error: BaseException) -> None:
     os._exit(70)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import ray
 from fakes import solo
-from replicas import BROKEN, POISON, FakeReplica, text
+from replicas import BROKEN, POISON, DyingReplica, FakeReplica, text
 
 from paged import CheckpointError, ClusterError, EngineConfig, RequestError, RequestFailed, SamplingParams
 from scheduler.cluster import Cluster
@@ -184,17 +184,10 @@ def test_r01_a_job_whose_replicas_are_killed_has_the_answers_of_one_undisturbed(
     assert sum(one.restarts or 0 for one in two.status()) == len(killed)
 
 
-class Dying(FakeReplica):
-    """Its process ends while it loads, as where memory is out."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        os._exit(1)
-
-
 def test_a_replica_that_dies_whenever_it_loads_ends_the_launch(tmp_path: Path) -> None:
     config = EngineConfig(str(tmp_path), max_num_seqs=4, threads=1)
     with pytest.raises(ClusterError, match=r"replica 0 has died [3-9] times while it loaded"):
-        Cluster.launch_config(config, name=NAME, _replica=Dying)
+        Cluster.launch_config(config, name=NAME, _replica=DyingReplica)
     nothing_is_left()
 
 

@@ -233,9 +233,9 @@ def test_a_model_that_loads_slowly_has_more_time_to_come_back() -> None:
     dispatcher.replica_up(0, ROOM, 1000, ROOM, load_s=200.0)
     dispatcher.add("0", parcel())
     dispatcher.replica_down(0, now=0.0)
-    dispatcher.tick(399.0)
+    dispatcher.tick(419.0)
     assert dispatcher.answers() == []
-    dispatcher.tick(400.0)
+    dispatcher.tick(420.0)
     assert len(dispatcher.answers()) == 1
 
 
