@@ -57,7 +57,7 @@ class Fake:
     """A Link to a replica in this process that answers at once; the answer is unpickled, as one that has come far."""
 
     def __init__(self, index: int) -> None:
-        self._info = ReplicaInfo(index, "here", "fake", 2048, 256, 1_000_000, 1, "", "", 0.0, EngineConfig(), {})
+        self._info = ReplicaInfo(index, "here", "fake", 256, 1_000_000, 1, "", 0.0, EngineConfig(), {})
         output = RequestOutput(
             "0", "x" * 256, list(range(64)), [CompletionOutput(0, "yes", [7], finish_reason="length")], True
         )

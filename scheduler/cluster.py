@@ -15,6 +15,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,6 +38,8 @@ from scheduler.outputs import EngineStats, RequestOutput
 from scheduler.replica import Replica
 from worker.head import Head, silence
 from worker.step import SamplingParams
+
+WAITING = 5.0  # seconds without a warm replica, after which who connects is told what it waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,19 +297,18 @@ class Cluster:
         """Have so many replicas: starts more, without waiting until they are warm, or ends those of highest number."""
         if replicas < 1:
             raise RequestError(f"a cluster has at least one replica, not {replicas}: end it by stop()")
-        peers = [peer for peer in self._driver.peers() if peer.state != "lost"]
-        for peer in peers[replicas:]:
-            self._watcher.skip(peer.index)
-            self._driver.dismiss(peer.index)
-            end_replica(self._namespace, peer.index)
-            placement.release([f"{self._namespace}/{PREFIX}{peer.index}"])
-        missing = replicas - len(peers)
+        there = indices_of(self._namespace)  # the driver may not have heard of all
+        for index in there[replicas:]:
+            self._watcher.skip(index)
+            self._driver.dismiss(index)
+            end_replica(self._namespace, index)
+            placement.release([f"{self._namespace}/{PREFIX}{index}"])
+        missing = replicas - len(there)
         if missing > 0:
-            config = next((peer.info.config for peer in peers if peer.info is not None), None)  # of one
+            config = next((peer.info.config for peer in self._driver.peers() if peer.info is not None), None)  # of one
             if config is None:
                 raise ClusterError("no replica of this cluster has been warm: there is nothing to add to")
-            there = {peer.index for peer in peers}
-            free = [index for index in range(replicas + len(peers)) if index not in there]
+            free = [index for index in range(replicas) if index not in there]
             self._add_replicas(config, free[:missing], placement.PLACING)
 
     def stop(self) -> None:
@@ -330,7 +332,12 @@ class Cluster:
             return
         if not there:
             raise ClusterError(f"no replica of cluster {name} is there, at {self.address}")
-        self._driver.wait(1)
+        began, said = time.monotonic(), False
+        while not self._driver.wait(1, 1.0):
+            self._check_loads()
+            if not said and time.monotonic() - began > WAITING:
+                said = True
+                print(f"paged: no replica of cluster {name} is warm yet: waiting for the first", file=sys.stderr)
         self.compare()
 
     def _check_loads(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paged.errors import ClusterError
 from worker.checkpoints import default_cache
+from worker.head import end_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ def read(name: str) -> ClusterState | None:
     """The cluster of this name; None if there is none, or none any more. Raises ClusterError for no name."""
     state = _read(name)
     if state is not None and not state.alive:
+        if state.head:
+            end_head(state.address)  # what a head that was killed has left
         forget(name, state.address)
         return None
     return state

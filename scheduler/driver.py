@@ -287,6 +287,8 @@ class Driver:
     def _found(self, index: int, link: Link) -> None:
         peer = self._peers.get(index)
         if peer is None or peer.state == "lost":
+            if peer is not None:
+                self._retire(peer)
             self._peers[index] = Peer(index, link)
             self._dispatcher.replica_starting(index)
 

@@ -52,7 +52,6 @@ class Need:
 class Placement:
     """Room for one replica: a placement group."""
 
-    name: str
     need: Need
     group: Any
 
@@ -214,8 +213,11 @@ def place(needs: list[Need], timeout: float, names: list[str], detached: bool) -
     try:
         for name, need in zip(names, needs, strict=True):
             bundles, lifetime = [need.bundle] * need.workers, "detached" if detached else None
-            group = ray.util.placement_group(bundles, "STRICT_PACK", name, lifetime=lifetime)
-            placed.append(Placement(name, need, group))
+            try:
+                group = ray.util.placement_group(bundles, "STRICT_PACK", name, lifetime=lifetime)
+            except ray.exceptions.RaySystemError:
+                raise ClusterError(f"somebody else is making room for {name}: look at the status first") from None
+            placed.append(Placement(need, group))
         missing = _wait(placed, end)
         if missing:
             raise ClusterError(_no_room(placed, missing, timeout))  # noqa: TRY301  what was placed is given up

@@ -57,12 +57,10 @@ class ReplicaInfo:
     pid: int
     node: str
     model_name: str
-    max_model_len: int
     max_num_seqs: int
     capacity: int  # tokens that its pages hold
     threads: int
     computes: str  # in which number format, and by which kernels
-    sizing: str
     load_s: float  # seconds from the constructor's call until it was warm
     config: EngineConfig
     versions: dict[str, str | None]
@@ -127,9 +125,6 @@ class Replica:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="paged-replica", daemon=True)
         self._thread.start()
-
-    def describe(self) -> ReplicaInfo:
-        return self._info
 
     def report(self) -> Report:
         with self._changed:
@@ -291,12 +286,10 @@ def _info(llm: LLM, load_s: float) -> ReplicaInfo:
         pid=os.getpid(),
         node=platform.node(),
         model_name=llm.model_name,
-        max_model_len=plan.limits.max_model_len,
         max_num_seqs=plan.limits.max_num_seqs,
         capacity=plan.limits.num_pages * plan.layout.bytes_per_page // plan.layout.bytes_per_token,
         threads=plan.threads,
         computes=plan.computes,
-        sizing=plan.sizing,
         load_s=load_s,
         config=llm.config,
         versions=versions,

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -62,9 +63,12 @@ def start_head(cpus: int) -> Head:
 
     `join_ray` connects to it.
     """
-    port = _free_port()
-    address = f"{LOOPBACK}:{port}"
-    _folder(address).mkdir(mode=0o700)  # of a name that nobody else has
+    while True:
+        port = _free_port()
+        address = f"{LOOPBACK}:{port}"
+        with suppress(FileExistsError):  # of one that was killed, which nobody has cleared away yet
+            _folder(address).mkdir(mode=0o700)  # of a name that nobody else has
+            break
     ensure_token()
     log = _folder(address) / "head.log"
     call = f"from worker.head import run_head; run_head({port}, {cpus}, {os.getpid()})"
@@ -212,9 +216,13 @@ def ensure_token() -> None:
     if not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         file = Path.home() / ".ray" / "auth_token"
         file.parent.mkdir(exist_ok=True)
-        with suppress(FileExistsError):
-            file.touch(0o600, exist_ok=False)
-            file.write_text(secrets.token_hex(32))
+        if not file.exists():
+            descriptor, part = tempfile.mkstemp(dir=file.parent)  # for this user alone
+            with os.fdopen(descriptor, "w") as out:
+                out.write(secrets.token_hex(32))
+            with suppress(FileExistsError):
+                os.link(part, file)  # whole, as others may read it at this moment
+            Path(part).unlink()
 
 
 def end_head(address: str) -> None:

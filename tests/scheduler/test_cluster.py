@@ -20,6 +20,7 @@ from fakes import solo
 from replicas import BROKEN, POISON, DyingReplica, FakeReplica, text
 
 from paged import CheckpointError, ClusterError, EngineConfig, RequestError, RequestFailed, SamplingParams
+from scheduler import placement
 from scheduler.cluster import Cluster
 from scheduler.desk import LineRequest, Response
 from worker.head import join_ray
@@ -248,6 +249,26 @@ def test_replicas_that_come_late_are_taken_and_those_that_are_dismissed_lose_not
         assert [one.index for one in cluster.status()] == [0]
         other.close()
         assert cluster.generate(prompt(1), GREEDY)[0].outputs[0].token_ids == solo(prompt(1), TOKENS)
+
+
+def test_who_scales_knows_of_replicas_that_another_has_just_started(tmp_path: Path) -> None:
+    with launched(tmp_path, 1) as cluster:
+        other = Cluster.connect(NAME)
+        other._replica = FakeReplica
+        cluster.scale(2)
+        other.scale(3)
+        until(lambda: [one.state for one in cluster.status()] == ["warm"] * 3)
+        cluster.scale(1)
+        other.scale(2)
+        until(lambda: [(one.index, one.state) for one in cluster.status()] == [(0, "warm"), (1, "warm")])
+        assert cluster.num_replicas == 2
+        other.close()
+    nothing_is_left()
+
+
+def test_room_that_another_is_making_is_his(two: Cluster) -> None:
+    with pytest.raises(ClusterError, match="somebody else is making room for t/a"):
+        placement.place([placement.Need(1, 0, 0, 1)] * 2, 5.0, ["t/a", "t/a"], detached=False)
 
 
 def test_replicas_that_compute_otherwise_are_told_of(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +95,30 @@ def test_a_bad_name_is_refused(name: str) -> None:
         cluster_state.read(name)
     with pytest.raises(ClusterError, match="a cluster's name has letters, digits"):
         state(name).save()
+
+
+def test_what_a_head_that_was_killed_has_left_goes_with_its_name(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_PLACE", tmp_path)
+    (tmp_path / "paged-ray-1" / "ray").mkdir(parents=True)
+    replace(state(pid=ended_pid()), head=True).save()
+    assert cluster_state.read("default") is None
+    assert not (tmp_path / "paged-ray-1").exists()
+
+
+def test_a_token_is_made_once_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(head.ensure_token) for _ in range(8)]:
+            done.result()
+    (file,) = (tmp_path / ".ray").iterdir()
+    token = file.read_text()
+    assert (file.name, len(token), file.stat().st_mode & 0o777) == ("auth_token", 64, 0o600)
+    head.ensure_token()
+    assert file.read_text() == token
 
 
 def test_the_end_of_a_head_is_for_its_own_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

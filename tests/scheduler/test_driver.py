@@ -217,8 +217,10 @@ def test_a_replica_that_is_gone_is_not_called_again_and_another_may_take_its_num
     links[0].kill()
     until(lambda: driver.peers()[0].state == "lost")
     Results(driver, 10).check()
+    counted = driver.stats().output_tokens
     driver.found(0, Link())
     assert driver.wait(3, SECONDS)
+    assert driver.stats().output_tokens == counted
     Results(driver, 10).check()
 
 
