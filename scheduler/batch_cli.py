@@ -108,7 +108,6 @@ def _run(
         llm = LLM.from_config(config)
         _say(llm.plan.sizing)
         answerer = LocalAnswerer(llm)
-    stop.renew()
     with Bar(job.total) as bar:
         progress = job.run(answerer, bar.update, stop)
     _print_summary(progress, llm, url or files.output)

@@ -77,6 +77,7 @@ class Cluster:
         # Of replicas made here. An actor that is not detached ends with the handle it was made with, and the driver may
         # have got another one before, from the watcher.
         self._handles: dict[int, Any] = {}
+        self._died: dict[int, int] = {}  # how often replicas had, when that was first asked
         self._let_go = partial(_let_go, self._watcher, self._driver, home, self._namespace, name)
         self._close = weakref.finalize(self, self._let_go, end=not detached)
         atexit.register(self._close)  # before Ray's own, as it is registered later
@@ -286,7 +287,10 @@ class Cluster:
 
     def status(self) -> list[ReplicaStatus]:
         """How every replica stands, by number."""
-        return [replace(_status(peer), restarts=restarts(peer.link)) for peer in self._driver.peers()]
+        answers = silence(self.address) is None
+        return [
+            replace(_status(peer), restarts=restarts(peer.link) if answers else None) for peer in self._driver.peers()
+        ]
 
     @property
     def num_replicas(self) -> int:
@@ -297,6 +301,8 @@ class Cluster:
         """Have so many replicas: starts more, without waiting until they are warm, or ends those of highest number."""
         if replicas < 1:
             raise RequestError(f"a cluster has at least one replica, not {replicas}: end it by stop()")
+        if (error := silence(self.address)) is not None:  # Ray would wait
+            raise ClusterError(f"no Ray answers at {self.address} ({error}): the cluster is lost")
         there = indices_of(self._namespace)  # the driver may not have heard of all
         for index in there[replicas:]:
             self._watcher.skip(index)
@@ -345,7 +351,9 @@ class Cluster:
         if silence(self.address) is not None:  # Ray would wait
             return
         for peer in self._driver.peers():
-            deaths = 0 if peer.info is not None else restarts(peer.link) or 0
+            if peer.info is not None or (died := restarts(peer.link)) is None:
+                continue
+            deaths = died - self._died.setdefault(peer.index, died)
             if deaths >= MOST_LOADS:
                 raise ClusterError(
                     f"the process of replica {peer.index} has died {deaths} times while it loaded the model: has "
@@ -443,7 +451,8 @@ def _let_go(
     if ray.is_initialized() and silence(home.address) is None:  # else Ray would wait, and end this process
         with suppress(Exception):  # it may end now
             for index in indices_of(namespace):
-                end_replica(namespace, index)
+                with suppress(Exception):
+                    end_replica(namespace, index)
             placement.release(placement.rooms(namespace))
     home.end()
     if name is not None:

@@ -88,7 +88,10 @@ def stop(name: str, address: str | None) -> int:
     if state is not None and address not in (None, state.address):
         state = None
     if state is not None and state.pid is not None and not state.here:
-        raise ClusterError(f"cluster {name} was launched on {state.host}: stop it there")
+        raise ClusterError(
+            f"cluster {name} was launched on {state.host}: stop it there, or delete {cluster_state.path_of(name)} if "
+            "that machine is no more"
+        )
     if state is not None and state.pid is not None and not state.head:
         _end_launcher(state)
         _say(f"cluster {name} is stopped, and process {state.pid}, which launched it, has ended")
@@ -98,7 +101,7 @@ def stop(name: str, address: str | None) -> int:
             ended = cluster.num_replicas
             cluster.stop()
     except ClusterError as error:
-        if state is None:
+        if state is None or (not state.head and silence(state.address) is None):  # it is there, and not to be joined
             raise
         if state.head:
             end_head(state.address)

@@ -41,7 +41,7 @@ class ClusterState:
 
     def save(self) -> None:
         """Raises ClusterError where there is one of this name, who may have been launched this moment."""
-        file = _file(self.name)
+        file = path_of(self.name)
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(asdict(self)) + "\n")
         try:
@@ -71,7 +71,7 @@ def read(name: str) -> ClusterState | None:
 
 
 def _read(name: str) -> ClusterState | None:
-    file = _file(name)
+    file = path_of(name)
     try:
         return ClusterState(**json.loads(file.read_text()))
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def forget(name: str, address: str) -> None:
     """Unless another cluster has the name now."""
     state = _read(name)
     if state is not None and state.address == address:
-        _file(name).unlink(missing_ok=True)
+        path_of(name).unlink(missing_ok=True)
 
 
 def taken(name: str) -> str:
@@ -112,7 +112,8 @@ def born(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _file(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """The file of a name. Raises ClusterError for no name."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) is None:
         raise ClusterError(f"a cluster's name has letters, digits, - and _, and no more than 64, not {name!r:.80}")
     return folder() / f"{name}.json"

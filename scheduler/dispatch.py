@@ -10,8 +10,10 @@ time. What it decides: what to send where, and the results. Each request gets ex
                                           2   it is a suspect: sent only to a replica that has nothing else of ours, and
                                               gets nothing else meanwhile
                                           alone there at 2 deaths: it kills replicas, and is answered so
+                                          8   it is answered so too: others send there, so that it is never alone
 
-So what somebody else kills costs no innocent request its answer, and one that kills replicas costs at most four. When
+So what somebody else kills costs no innocent request its answer, and one that kills replicas costs at most four, or
+eight where other drivers send to them. When
 no replica is up, and none can come back or none has for so long, every request is answered that the cluster is lost, as
 is every later one until a replica is up again.
 """
@@ -270,7 +272,8 @@ class Dispatcher:
             request.deaths_alone += died and alone
             if request.deaths_alone >= GUILTY or request.deaths >= MOST_DEATHS:
                 del self._requests[key]
-                self._answers.append((key, request.parcel.failed("request_kills_worker", _KILLS)))
+                why = _ALONE if request.deaths_alone >= GUILTY else _EVERYWHERE
+                self._answers.append((key, request.parcel.failed("request_kills_worker", why)))
             elif request.deaths >= SUSPECT:
                 self._suspects.append(key)
             else:
@@ -287,7 +290,8 @@ class Dispatcher:
         )
 
 
-_KILLS = (
+_ALONE = (
     f"the replica that computed this request died {GUILTY} times while it had nothing else to do, so the request is "
     "not tried again"
 )
+_EVERYWHERE = f"{MOST_DEATHS} times the replica that computed this request died, so the request is not tried again"

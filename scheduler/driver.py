@@ -75,6 +75,7 @@ class Peer:
     session: str = ""
     opening: bool = False
     failures: int = 0  # to open a session, in a row
+    refusals: int = 0  # of these, by its constructor
     retry_at: float = 0.0
     silence: float = 0.0  # seconds that the last take waits for its answer
     info: ReplicaInfo | None = None
@@ -156,11 +157,17 @@ class Driver:
 
         def ended() -> bool:
             self._check_open()
-            for peer in self._peers.values():
-                never = peer.state == "starting" and peer.failures >= MOST_LOADS
-                if peer.error is not None and peer.info is None and (peer.state == "lost" or never):
-                    raise peer.error
-            return sum(peer.report is not None and peer.state == "warm" for peer in self._peers.values()) >= replicas
+            if sum(peer.report is not None and peer.state == "warm" for peer in self._peers.values()) >= replicas:
+                return True
+            errors = [
+                peer.error
+                for peer in self._peers.values()
+                if peer.error is not None
+                and (peer.state == "lost" or (peer.state == "starting" and peer.failures >= MOST_LOADS))
+            ]
+            if errors and len(self._peers) - len(errors) < replicas:
+                raise errors[0]
+            return False
 
         with self._changed:
             return self._changed.wait_for(ended, timeout)
@@ -314,7 +321,8 @@ class Driver:
             info: ReplicaInfo = future.result()
             if peer.info is not None and peer.info.pid != info.pid:
                 self._retire(peer)
-            peer.info, peer.state, peer.opening, peer.failures, peer.error = info, "warm", False, 0, None
+            peer.info, peer.state, peer.opening, peer.error = info, "warm", False, None
+            peer.failures = peer.refusals = 0
             self._dispatcher.replica_up(peer.index, info.room, info.capacity, info.max_num_seqs, info.load_s)
             self._take(peer, 0.0)  # for its report
         elif method == "take":
@@ -330,8 +338,9 @@ class Driver:
         )
         peer.error, peer.session, peer.opening, peer.retry_at = error, "", False, now + RETRY
         peer.failures += method == "open" and not isinstance(error, ReplicaLoading)
+        peer.refusals += refused
         # What the constructor refuses, it would refuse again, unless it once was content.
-        gone = isinstance(error, ReplicaGone) or (refused and (peer.info is None or peer.failures >= MOST_LOADS))
+        gone = isinstance(error, ReplicaGone) or (refused and (peer.info is None or peer.refusals >= MOST_LOADS))
         if refused and not gone:
             peer.link.restart()
         if gone:

@@ -118,11 +118,6 @@ class Stop:
         self._before = {number: signal.signal(number, self._came) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def renew(self) -> None:
-        """Take the signals back from a library that took them meanwhile, as Ray does."""
-        for number in self._before:
-            signal.signal(number, self._came)
-
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

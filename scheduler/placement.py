@@ -21,11 +21,11 @@ from typing import Any
 
 from paged.errors import ClusterError, ConfigError
 from scheduler.config import EngineConfig, parse_memory
+from scheduler.replica import PACKAGES
 from worker.head import Head, end_head, join_ray, silence, start_head, use_token
 
 PLACING = 15.0  # seconds
 RELEASING = 10.0  # seconds
-PACKAGES = ("paged-kv", "ray", "torch", "transformers")
 SEES_NONE = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}  # else who asks for no GPU sees all, as Ray changes nothing then
 
 

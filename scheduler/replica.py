@@ -43,7 +43,7 @@ from worker.executor import WorkerLost
 SILENT = 30.0  # seconds without a take, after which a client is taken for dead
 MOST_FAILURES = 3  # steps that fail in a row
 BROKEN = 70  # exit code of a process whose engine is broken
-_PACKAGES = ("paged-kv", "ray", "torch", "transformers")
+PACKAGES = ("paged-kv", "ray", "torch", "transformers")
 
 
 class SessionEnded(PagedError):
@@ -52,7 +52,7 @@ class SessionEnded(PagedError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What a replica is. versions: of Python and the packages that decide about answers; None where there is none."""
+    """What a replica is. versions: of the packages that decide about answers; None where there is none."""
 
     pid: int
     node: str
@@ -276,8 +276,8 @@ def _info(llm: LLM, load_s: float) -> ReplicaInfo:
     plan = llm.plan
     assert plan.limits is not None
     assert plan.layout is not None
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

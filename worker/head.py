@@ -137,7 +137,7 @@ def join_ray(address: str, **options: Any) -> None:
 
     Ray would put the current folder in front of a worker's path, and a checkout there, in which nothing is built, would
     hide what is installed. It takes SIGTERM for itself: who had a handler keeps it. And it would end this process, with
-    exit code 1, a minute after its head has ended. options: of ray.init.
+    exit code 1, a minute after its head has ended: now an hour. options: of ray.init.
     """
     os.environ |= _ALONE
     import ray

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import re
 import signal
+import socket
 import stat
 import subprocess
 import time
@@ -343,6 +344,29 @@ def test_a_cluster_whose_ray_is_gone_can_be_stopped(nobody: None, capsys: pytest
     assert cli.run(["stop"]) == 0
     assert "its replicas were gone or out of reach: no Ray answers at 127.0.0.1:9" in lines(capsys)[-1]
     assert cluster_state.names() == []
+
+
+def test_a_cluster_that_is_there_and_cannot_be_joined_is_not_said_to_be_stopped(
+    nobody: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.placement.cluster_versions", lambda address: ("2.0.0", "3.11.0"))
+    with socket.create_server(("127.0.0.1", 0)) as ray:
+        address = f"127.0.0.1:{ray.getsockname()[1]}"
+        cluster_state.ClusterState("default", address, None, None, head=False).save()
+        assert cli.run(["stop"]) == 2
+    assert f"versions differ: the cluster at {address} has Ray 2.0.0" in lines(capsys)[-1]
+    assert cluster_state.names() == ["default"]
+    cluster_state.forget("default", address)
+
+
+def test_a_cluster_of_another_machine_can_be_stopped_there_or_its_file_deleted(
+    nobody: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster_state.ClusterState("default", "127.0.0.1:9", 1, 1, head=True, host="elsewhere").save()
+    assert cli.run(["stop"]) == 2
+    file = cluster_state.path_of("default")
+    assert f"launched on elsewhere: stop it there, or delete {file} if" in lines(capsys)[-1]
+    file.unlink()
 
 
 def test_a_cache_folder_that_cannot_be_written_is_one_line(

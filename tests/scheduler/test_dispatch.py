@@ -127,6 +127,23 @@ def test_who_was_there_at_two_deaths_runs_alone_while_others_go_on_elsewhere() -
     assert set(sent(dispatcher)) == {0, 1}  # it takes others again
 
 
+def test_who_is_never_alone_is_answered_at_the_eighth_death() -> None:
+    dispatcher, _ = filled(1, 1)
+    for death in range(8):
+        assert dispatcher.answers() == []
+        dispatcher.results(0, [], requests=5)  # those of another driver
+        dispatcher.replica_down(0, now=float(death))
+        dispatcher.replica_up(0, ROOM, 1000, ROOM)
+        dispatcher.send()
+    ((key, result),) = dispatcher.answers()
+    assert key == "0"
+    assert isinstance(result, Response)
+    assert (result.status, result.message) == (
+        "request_kills_worker",
+        "8 times the replica that computed this request died, so the request is not tried again",
+    )
+
+
 def test_a_busy_replica_takes_nothing_new_until_a_suspect_has_run_there() -> None:
     dispatcher, _ = filled(1, 2)
     for _ in range(2):

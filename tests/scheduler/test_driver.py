@@ -219,6 +219,7 @@ def test_a_replica_that_is_gone_is_not_called_again_and_another_may_take_its_num
     Results(driver, 10).check()
     counted = driver.stats().output_tokens
     driver.found(0, Link())
+    until(lambda: driver.peers()[0].state != "lost")
     assert driver.wait(3, SECONDS)
     assert driver.stats().output_tokens == counted
     Results(driver, 10).check()
@@ -233,6 +234,29 @@ def test_what_a_constructor_refuses_is_raised_and_its_process_ended(driver: Driv
         driver.wait(4, SECONDS)
     assert broken.ended
     Results(driver, 10).check()
+    assert driver.wait(3, SECONDS)  # who needs no more than are warm does not mind
+
+
+def test_who_waits_for_a_replica_that_was_up_and_is_gone_hears_of_it(driver: Driver, links: list[Link]) -> None:
+    links[0].error = ReplicaGone("for good")
+    links[0].kill()
+    with pytest.raises(ReplicaGone, match="for good"):
+        until(lambda: driver.wait(3, 0.01) and False)
+
+
+def test_a_replica_that_was_away_is_not_given_up_at_its_first_refusal(
+    driver: Driver, links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "RETRY", 0.01)
+    monkeypatch.setattr(links[0], "restart", lambda: None)
+    links[0].kill()
+    until(lambda: driver.peers()[0].failures > 2 * driver_module.MOST_LOADS)
+    links[0].error = CheckpointError("no memory")
+    until(lambda: driver.peers()[0].refusals == 1)
+    links[0].start()
+    assert driver.wait(3, SECONDS)
+    assert not links[0].ended
+    assert (driver.peers()[0].failures, driver.peers()[0].refusals) == (0, 0)
 
 
 def test_a_replica_that_never_comes_up_is_given_up(driver: Driver) -> None:

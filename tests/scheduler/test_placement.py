@@ -159,7 +159,6 @@ def test_other_packages_of_a_replica_are_one_line_with_names_and_numbers(monkeyp
         "transformers": None,
         "ray": "1",
         "paged-kv": "1",
-        "python": "3",
     }
     assert placement.differences("replica 3", theirs) == (
         "replica 3 has torch 2.10.0, here 2.12.0; transformers None, here 5.30"
