@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 
 from paged.errors import ConfigError
 
 ROOT = Path("/")
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 # Of each version: the limit of a group, what it uses, and the part of that in memory.stat which the kernel would rather
 # give back than kill anybody: file pages that nobody has touched for a while.
 _FILES = (
@@ -29,6 +31,25 @@ class Memory:
     basis: int  # that there is: the host's, cut to the limits of the groups
     available: int  # that can still be had: what the host has free, and every group is below its limit
     own: int  # that this process holds already
+
+
+def parse_memory(value: str | int) -> int | float:
+    """`kv_memory`: bytes as an int, from a number with or without a unit (`512MiB`), or a share as a float (`30%`)."""
+    text = value if isinstance(value, str) else format(value, "d") if type(value) is int and value < 2**63 else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", text, re.ASCII)
+    unit = match[2].upper() if match else "?"
+    if match is None or (unit != "%" and unit not in _UNITS):
+        given = repr(text)[:80] if text else type(value).__name__
+        raise ConfigError(f"kv_memory {given} is not understood: give bytes as 2GiB or 512MiB, or a share as 30%")
+    amount = Decimal(match[1]) * _UNITS.get(unit, 1)
+    if unit == "%" and 0 < amount <= 100:
+        return float(amount) / 100
+    if unit == "%" or not 1 <= amount < 2**63:
+        raise ConfigError(
+            f"kv_memory must be at least a byte, or a share of more than nothing and at most 100%, not {value!r:.80}: "
+            "give 2GiB, 512MiB or 30%"
+        )
+    return int(amount)
 
 
 def pool_bytes(kv_memory: int | float, memory: Memory | None, weights: int) -> int:

@@ -21,9 +21,9 @@ import numpy as np
 
 from paged.errors import CheckpointError, ConfigError, RequestError, shown
 from paged.layout import DTYPE_BYTES, KVLayout
-from paged.sizing import cuda_memory, host_memory, pool_bytes
+from paged.sizing import cuda_memory, host_memory, parse_memory, pool_bytes
 from scheduler.beam import BeamSearchParams
-from scheduler.config import EngineConfig, parse_memory
+from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.outputs import RequestOutput
 from scheduler.policy import ORDERS, VICTIMS, Limits, Rules

@@ -20,7 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paged.errors import ClusterError, ConfigError
-from scheduler.config import EngineConfig, parse_memory
+from paged.sizing import parse_memory
+from scheduler.config import EngineConfig
 from scheduler.replica import PACKAGES
 from worker.head import Head, end_head, join_ray, silence, start_head, use_token
 

@@ -21,6 +21,7 @@ import torch
 from oracles import tiny
 
 from paged import LLM, ConfigError, SamplingParams
+from paged.attention.backends import BACKENDS
 from paged.kernels import Team, library
 from paged.pool import KVPool
 from scheduler.config import EngineConfig
@@ -29,7 +30,6 @@ from scheduler.llm import kv_layout, plan
 from scheduler.policy import VICTIMS, Limits, Rules
 from worker.checkpoints import Checkpoint, resolve
 from worker.executor import LocalExecutor
-from worker.loading import ATTENTION
 from worker.models.decoder import Decoder
 from worker.native_model import NativeModel
 from worker.packing import pack_weights
@@ -119,7 +119,7 @@ class Subject:
             model = NativeModel(self.config, self._parts, pool, LONGEST, team, self.quantization)
         else:
             model = self._decoder
-        executor = LocalExecutor(ModelRunner(model, pool, ATTENTION[self.backend]), lambda *_: model)
+        executor = LocalExecutor(ModelRunner(model, pool, BACKENDS[self.backend]), lambda *_: model)
         recorder = Recorder(executor)
         engine = Engine(
             executor, None, limits, vocab_size=VOCAB, enable_prefix_caching=caching, rules=rules, seed=threads

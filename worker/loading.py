@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged.attention import PagedAttention, cpu, reference, sdpa
+from paged.attention.backends import BACKENDS
 from paged.kernels import Team
 from paged.layout import KVLayout
 from paged.pool import KVPool
@@ -21,13 +21,6 @@ from worker.packing import pack_weights, packed_weights
 from worker.parallel import Shard
 from worker.runner import Model, ModelRunner
 from worker.weights import cut_weights, load_weights, replace_weights
-
-ATTENTION: dict[str, PagedAttention] = {
-    "reference": reference.paged_attention,
-    "sdpa": sdpa.paged_attention,
-    "native": cpu.paged_attention,
-}
-
 
 Load = Callable[[Path, Mapping[str, Any]], Model]  # of a folder, and tensors by name in place of its own
 
@@ -81,4 +74,4 @@ def load_runner(
             return native(dict(pack_weights(weights, own, dtype, quantization)), team)
         return Decoder(own, weights, max_model_len, dtype, torch.device(device), positions, total)
 
-    return ModelRunner(load(path, {}), pool, ATTENTION[backend]), load
+    return ModelRunner(load(path, {}), pool, BACKENDS[backend]), load

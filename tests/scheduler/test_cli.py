@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from paged import ConfigError, __version__
+from paged.sizing import parse_memory
 from scheduler import cli, job_files
-from scheduler.config import EngineConfig, parse_memory
+from scheduler.config import EngineConfig
 from worker.checkpoints import Checkpoint
 
 GOOD = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paged import ConfigError, EngineConfig
-from scheduler.config import parse_memory
+from paged.sizing import parse_memory
 
 
 @pytest.mark.parametrize(

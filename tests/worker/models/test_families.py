@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paged.attention import AttentionMetadata
+from paged.attention.backends import BACKENDS
 from paged.pool import KVPool
 from scheduler.llm import kv_layout
 from worker.checkpoints import resolve
-from worker.loading import ATTENTION, load_executor
+from worker.loading import load_executor
 from worker.model_config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.rope import Rope
@@ -103,7 +104,7 @@ def run(model: Decoder, chunks: list[int], page_size: int = 4, backend: str = "r
             AttentionMetadata(starts, lens, table.clone(), slot) for table, slot in zip(tables, slots, strict=True)
         ]
         tokens = torch.tensor([SEQUENCES[i][p] for i, span in enumerate(spans) for p in span])
-        hidden = model.forward(tokens, positions, metas, pool, ATTENTION[backend])
+        hidden = model.forward(tokens, positions, metas, pool, BACKENDS[backend])
         found.append(torch.split(model.logits(hidden), list(counts)))
         done = [span.stop for span in spans]
     assert (
@@ -120,7 +121,7 @@ def error(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("checkpoint", FAMILIES, indirect=True)
-@pytest.mark.parametrize("backend", ATTENTION)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_logits_are_those_of_transformers(
