@@ -34,6 +34,7 @@ from paged.prefix_cache import PrefixCache, namespace
 
 if TYPE_CHECKING:
     from paged.attention import AttentionMetadata
+    from paged.hf import PagedCache
     from paged.pool import KVPool
     from scheduler.async_llm import AsyncLLM
     from scheduler.beam import BeamSearchParams
@@ -65,6 +66,7 @@ __all__ = [
     # memory that needs torch
     "AttentionMetadata",
     "KVPool",
+    "PagedCache",
     # the engine
     "LLM",
     "AsyncLLM",
@@ -107,6 +109,7 @@ __all__ = [
 _FORWARDED = {
     "AttentionMetadata": "paged.attention",
     "KVPool": "paged.pool",
+    "PagedCache": "paged.hf",
     "LLM": "scheduler.llm",
     "AsyncLLM": "scheduler.async_llm",
     "Cluster": "scheduler.cluster",
