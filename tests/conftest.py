@@ -65,3 +65,13 @@ def _in_transformers(checkpoint: Checkpoint, **settings: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return AutoModelForCausalLM.from_pretrained(checkpoint.path, **settings).eval()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The largest of each figure that tests have recorded."""
+    figures: dict[str, float] = {}
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            figures[name] = max(value, figures.get(name, 0.0))
+    for name, value in sorted(figures.items()):
+        terminalreporter.write_line(f"{name}: {value:.2e}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 # head_dim is not hidden / heads, and sizes are odd where they may be
 TINY: dict[str, Any] = {
@@ -182,6 +183,13 @@ def _tiny(family: str, config: str, settings: dict[str, Any], folder: Path, shar
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         model.save_pretrained(folder, max_shard_size=shard_size)
     return model
+
+
+def save_words(folder: Path) -> None:
+    """A tokenizer for a tiny model: a word for each id."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TINY["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles import tiny_gemma3, tiny_llama
+from oracles import save_words, tiny_gemma3, tiny_llama
 
 from paged import LLM, BeamSearchParams, CheckpointError, InvariantError, Move, SamplingParams
 from paged.pool import KVPool
@@ -175,7 +175,7 @@ def test_weights_that_do_not_fit_change_nothing(smollm2: Checkpoint, replaced: A
 def test_gemma3_over_windows_equals_transformers(tmp_path: Path, page_size: int) -> None:
     """Prompts and answers far longer than the window of 7, several at once, some with a beginning that is cached."""
     model = tiny_gemma3(tmp_path)
-    make_tokenizer(tmp_path)
+    save_words(tmp_path)
     generator = torch.Generator().manual_seed(0)
     common = torch.randint(3, 100, (30,), generator=generator).tolist()
     prompts = [common[:20], [*common, 5], [*common, 6, 7], common[3:9]]
@@ -193,19 +193,10 @@ def test_gemma3_over_windows_equals_transformers(tmp_path: Path, page_size: int)
         assert logits.argmax(-1).tolist() == tokens
 
 
-def make_tokenizer(folder: Path) -> None:
-    """One token a word, w0 to w130; only ids are used here."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def test_poison_makes_a_stale_page_and_a_stray_write_loud(tmp_path: Path) -> None:
     """The whole engine, with a fault planted in its worker: the tests above stand on these being seen."""
     tiny_llama(tmp_path)
-    make_tokenizer(tmp_path)
+    save_words(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompt = list(range(3, 40))
     with engine(tmp_path, kv_memory="1MiB", page_size=4) as llm:
