@@ -33,6 +33,7 @@ EMBEDDING = [  # of each snippet, by its section, what it prints last
     ("An engine in a thread", "' Paris."),
     ("AsyncLLM", "[8, 8]"),
     ("An executor of your own", "[10, 11, 12, 13, 14]"),
+    ("transformers over our pages", "2 pages hold both, gathered: 0 bytes"),
     ("A policy of your own", "['paid-1'"),
 ]
 
