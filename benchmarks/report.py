@@ -34,7 +34,8 @@ HOME = FOLDER.parent
 RESULTS = FOLDER / "results"
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
 DRAWINGS = {"sweep": "sweep_plots"}  # the results: the module whose `draw` draws them as docs/NAME.svg and so on
-_MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
+_OPENED, _CLOSED = re.compile(r"^<!-- table:", re.MULTILINE), re.compile(r"^<!-- /table -->$", re.MULTILINE)
+_MARKED = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- /table -->$", re.DOTALL | re.MULTILINE)
 
 
 def write(output: Path, **figures: Any) -> None:
@@ -108,11 +109,9 @@ def rendered(home: Path, name: str) -> tuple[str, list[str]]:
             return found[0]
         return f"<!-- table: {found[1]} -->\n" + "".join(f"{line}\n" for line in lines) + "<!-- /table -->"
 
-    opened, closed, whole = text.count("<!-- table:"), text.count("<!-- /table"), len(_MARKED.findall(text))
-    if not opened == closed == whole:
-        wrong.append(
-            f"{name}: {opened} marks <!-- table: NAME --> and {closed} marks <!-- /table --> make {whole} pairs"
-        )
+    opened, closed, pairs = (len(kind.findall(text)) for kind in (_OPENED, _CLOSED, _MARKED))
+    if not opened == closed == pairs:
+        wrong.append(f"{name}: {opened} marks that begin a table and {closed} that end one make {pairs} pairs")
     return _MARKED.sub(made, text), wrong
 
 
