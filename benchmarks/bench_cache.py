@@ -77,12 +77,7 @@ def main() -> None:
         parser.error(str(error))
     figures = measure(Sides(llm, longest), rows, turns)
     print("\n".join(tables.cache(figures)))
-    full = figures["in_full"]
-    if full["must_agree"] and full["agrees"] < full["tokens"]:
-        raise SystemExit(
-            f"only {full['agrees']} of {full['tokens']} tokens are the same with and without the cache, and in "
-            f"{figures['dtype']} on {figures['backend']} all must be: the comparison is worth nothing"
-        )
+    require_same_tokens(figures)
     report.write(args.output, **figures)
 
 
@@ -162,6 +157,16 @@ def measure(sides: Sides, rows: Sequence[Row], turns: int) -> dict[str, Any]:
         },
         "theirs": THEIRS,
     }
+
+
+def require_same_tokens(figures: Mapping[str, Any]) -> None:
+    """Ends the run where the sides differ and may not."""
+    full = figures["in_full"]
+    if full["must_agree"] and full["agrees"] < full["tokens"]:
+        raise SystemExit(
+            f"only {full['agrees']} of {full['tokens']} tokens are the same with and without the cache, and in "
+            f"{figures['dtype']} on {figures['backend']} all must be: the comparison is worth nothing"
+        )
 
 
 def compare(config: ModelConfig, row: Row, cached: list[float], medians: Mapping[int, float]) -> dict[str, Any]:

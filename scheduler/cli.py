@@ -274,7 +274,12 @@ def stop(*, name: _Name = "default", address: _Address = None) -> None:
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 # All that stands behind these commands is for the script, --help too.
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_PASSED_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,  # nothing is touched behind the first word
+    "help_option_names": [],
+}
 
 
 @bench_app.command("cache", context_settings=_PASSED_ON)
