@@ -18,6 +18,7 @@ import typer
 
 from paged import __version__
 from paged.errors import ConfigError, PagedError
+from scheduler import bench_scripts
 from scheduler.config import EngineConfig
 
 STOPPED = 130  # exit code after Ctrl-C, as in a shell
@@ -272,6 +273,31 @@ def stop(*, name: _Name = "default", address: _Address = None) -> None:
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+# All that stands behind these commands is for the script, --help too.
+_PASSED_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,  # nothing is touched behind the first word
+    "help_option_names": [],
+}
+
+
+@bench_app.command("cache", context_settings=_PASSED_ON)
+def bench_cache(context: typer.Context) -> None:
+    """What the cache saves: time with and without it, beside the ratio of operations."""
+    bench_scripts.run("cache", context.args)
+
+
+@bench_app.command("sweep", context_settings=_PASSED_ON)
+def bench_sweep(context: typer.Context) -> None:
+    """Our pages beside transformers' caches, as batch and prompt grow."""
+    bench_scripts.run("sweep", context.args)
+
+
+@bench_app.command("peers", context_settings=_PASSED_ON)
+def bench_peers(context: typer.Context) -> None:
+    """The workloads on the engines that are installed here, in turn."""
+    bench_scripts.run("peers", context.args)
 
 
 @bench_app.command("offline")
