@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--turns", type=int, help="how often everything is timed [5]")
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "cache.json")
+    report.add_output(parser, "cache")
     args = parser.parse_args()
     unit, turns = (UNIT // 64, 2) if args.quick else (UNIT, 5)
     turns = turns if args.turns is None else args.turns
@@ -78,7 +78,7 @@ def main() -> None:
     figures = measure(Sides(llm, longest), rows, turns)
     print("\n".join(tables.cache(figures)))
     require_same_tokens(figures)
-    report.write(args.output, **figures)
+    report.write(report.output(args, "cache"), **figures)
 
 
 class Sides:

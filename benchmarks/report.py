@@ -38,8 +38,21 @@ _OPENED, _CLOSED = re.compile(r"^<!-- table:", re.MULTILINE), re.compile(r"^<!--
 _MARKED = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- /table -->$", re.DOTALL | re.MULTILINE)
 
 
-def write(output: Path, **figures: Any) -> None:
-    """The report as JSON."""
+def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+    """The option --output of a benchmark whose quick run, if it is not given, leaves the results of the last honest."""
+    parser.add_argument("--output", type=Path, help=f"[results/{name}.json; with --quick none]")
+
+
+def output(args: argparse.Namespace, name: str) -> Path | None:
+    """Where figures go, by --output and --quick."""
+    given: Path | None = args.output
+    return given if given is not None or args.quick else RESULTS / f"{name}.json"
+
+
+def write(output: Path | None, **figures: Any) -> None:
+    """The report as JSON, if it is wanted."""
+    if output is None:
+        return
     it = about() | {"command": command("python", *sys.argv)}
     output.parent.mkdir(exist_ok=True)
     text = json.dumps(it | figures, indent=1)
