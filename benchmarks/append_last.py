@@ -49,9 +49,9 @@ class AppendLastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is
         return self.keys, self.values
 
     def move(self, place: Tensor) -> None:
-        """The last slot to the slot `place`, int64 [1]."""
-        self.keys.index_copy_(2, place, self.keys[:, :, -1:])
-        self.values.index_copy_(2, place, self.values[:, :, -1:])
+        """The last slot to the slot `place`, int64 [1], which may be the last one."""
+        self.keys.index_copy_(2, place, self.keys[:, :, -1:].clone())
+        self.values.index_copy_(2, place, self.values[:, :, -1:].clone())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self.max_len, 0) if query_length == 1 else (query_length, 0)

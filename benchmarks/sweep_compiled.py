@@ -103,9 +103,7 @@ def step_of(decoder: Decoder, pool: KVPool) -> Step:
 class Rows:
     """Sequences of equal length in pages, with block tables of one width."""
 
-    def __init__(
-        self, prompts: list[list[int]], num_pages: int, windows: tuple[int | None, ...], width: int
-    ) -> None:
+    def __init__(self, prompts: list[list[int]], num_pages: int, windows: tuple[int | None, ...], width: int) -> None:
         self._manager = KVCacheManager(num_pages, PAGE_SIZE, enable_prefix_caching=False, windows=windows, poison=False)
         self._ids, self._width, self._length = list(range(len(prompts))), width, 0
         self.prompts = np.array(prompts, dtype=np.int64)

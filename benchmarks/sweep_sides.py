@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PAGE_SIZE = 16
 Prompts = list[list[int]]
 
 
@@ -59,6 +60,12 @@ class Side(ABC):
     @abstractmethod
     def release(self) -> None: ...
 
+    def warm(self) -> None:
+        """A small point, so that what a process sets up once is in no point's memory."""
+        self.prepare([[1] * 8] * 2, 2)
+        self.run()
+        self.release()
+
 
 class Engine(Side):
     """This project's engine. dtype: `auto` is its default."""
@@ -68,7 +75,7 @@ class Engine(Side):
         self._llm: Any = None
 
     def prepare(self, prompts: Prompts, new: int) -> None:
-        from paged import LLM
+        from paged import LLM, SamplingParams
 
         self._prompts, self._new = prompts, new
         longest, batch = len(prompts[0]), len(prompts)
@@ -81,6 +88,8 @@ class Engine(Side):
             max_model_len=longest + new + self._spare,
             max_num_batched_tokens=budget,
         )
+        # Weights come into memory when they are first used; of K and V this leaves a page.
+        self._llm.generate([[1, 2]], SamplingParams(temperature=0, ignore_eos=True, max_tokens=2))
 
     def run(self) -> Run:
         from paged import SamplingParams
@@ -126,9 +135,11 @@ class Transformers(Side):
 
     def __init__(self, model: str, threads: int, compiled: bool = False) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
         from worker.checkpoints import resolve
 
+        logging.disable_progress_bar()
         torch.set_num_threads(threads)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -140,8 +151,8 @@ class Transformers(Side):
         self._compiled, self._kept = compiled, None
 
     @abstractmethod
-    def cache(self, max_len: int) -> Any:
-        """An empty one, for so many tokens a row."""
+    def cache(self, batch: int, max_len: int) -> Any:
+        """An empty one, for so many rows and tokens of each."""
 
     def held(self, cache: Any) -> int:
         """Bytes of K and V that the cache takes."""
@@ -162,7 +173,7 @@ class Transformers(Side):
             return
         self._step = torch.compile(self.decode, fullgraph=True)
         # A compiled graph knows its cache's tensors, so that it stays the same one; its bytes are taken away again.
-        self._kept = self.cache(self._ids.shape[1] + new)
+        self._kept = self._new_cache()
         with torch.inference_mode():
             self._loop(self._kept, 3)
         for tensor in self._tensors():
@@ -172,7 +183,7 @@ class Transformers(Side):
         cache = self._kept
         with torch.inference_mode():
             if cache is None:
-                return self._loop(self.cache(self._ids.shape[1] + self._new), self._new)
+                return self._loop(self._new_cache(), self._new)
             for tensor in self._tensors():
                 if not tensor.untyped_storage().nbytes():
                     tensor.untyped_storage().resize_(tensor.nbytes)
@@ -183,6 +194,16 @@ class Transformers(Side):
     def release(self) -> None:
         self._kept = None
         torch._dynamo.reset()
+
+    def warm(self) -> None:
+        """Not compiled, which takes long and is done for every point anyway."""
+        compiled, self._compiled = self._compiled, False
+        super().warm()
+        self._compiled = compiled
+
+    def _new_cache(self) -> Any:
+        batch, length = self._ids.shape
+        return self.cache(batch, length + self._new)
 
     def _tensors(self) -> list[Tensor]:
         """K and V of the cache that is kept."""
@@ -210,14 +231,14 @@ class Transformers(Side):
 
 
 class Dynamic(Transformers):
-    def cache(self, max_len: int) -> Any:
+    def cache(self, batch: int, max_len: int) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=self.model.config)
 
 
 class Static(Transformers):
-    def cache(self, max_len: int) -> Any:
+    def cache(self, batch: int, max_len: int) -> Any:
         from transformers import StaticCache
 
         return StaticCache(config=self.model.config, max_cache_len=max_len)
@@ -230,7 +251,7 @@ class AppendLast(Transformers):
         super().__init__(model, threads, compiled)
         self._scheme = append_last
 
-    def cache(self, max_len: int) -> Any:
+    def cache(self, batch: int, max_len: int) -> Any:
         return self._scheme.AppendLastCache(self.model.config, max_len)
 
     def prefill(self, ids: Tensor, cache: Any) -> Tensor:
@@ -249,8 +270,10 @@ class Paged(Transformers):
         self.attention, self._cache = paged.hf.NAME, paged.hf.PagedCache
         super().__init__(model, threads)
 
-    def cache(self, max_len: int) -> Any:
-        return self._cache(self.model.config)
+    def cache(self, batch: int, max_len: int) -> Any:
+        pages = 1 + batch * -(-max_len // PAGE_SIZE)  # and the null page
+        num_bytes = pages * PAGE_SIZE * self._bytes_per_token
+        return self._cache(self.model.config, kv_memory=num_bytes, page_size=PAGE_SIZE)
 
     def held(self, cache: Any) -> int:
         num_bytes: int = cache.manager.num_used * cache.pool.layout.bytes_per_page
@@ -274,6 +297,7 @@ Answer = tuple[str, Any]  # of a process: ("done", a Run or None) or ("failed", 
 def serve(pipe: Connection, contender: str, model: str, threads: int) -> None:
     """A process: does what comes through the pipe, one thing at a time, and waits without working."""
     side, baseline = SIDES[contender](model, threads), 0
+    side.warm()
     pipe.send(("done", None))
     while (order := pipe.recv())[0] != "end":
         try:

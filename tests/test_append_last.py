@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 HOME = Path(__file__).parents[1]
-BATCH, ROOM, STEPS = 3, 14, 6
+ROOM, STEPS = 14, 6
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return oracles.tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def tokens(prompt: int) -> Tensor:
-    return torch.randint(3, 131, (BATCH, prompt + STEPS), generator=torch.Generator().manual_seed(1))
+def tokens(batch: int, prompt: int) -> Tensor:
+    return torch.randint(3, 131, (batch, prompt + STEPS), generator=torch.Generator().manual_seed(1))
 
 
 @torch.inference_mode()
-def compare(module: ModuleType, model: Any, prompt: int, decode: Callable[..., Tensor]) -> None:
+def compare(module: ModuleType, model: Any, batch: int, prompt: int, decode: Callable[..., Tensor]) -> None:
     from transformers import DynamicCache
 
-    ids, wanted, cache = tokens(prompt), DynamicCache(config=model.config), module.AppendLastCache(model.config, ROOM)
+    ids, wanted = tokens(batch, prompt), DynamicCache(config=model.config)
+    cache = module.AppendLastCache(model.config, ROOM)
     expected = model(ids[:, :prompt], cache=wanted, use_cache=True).logits[:, -1]
     torch.testing.assert_close(module.prefill(model, ids[:, :prompt], cache), expected)
     for i in range(prompt, prompt + STEPS):
@@ -49,17 +50,24 @@ def compare(module: ModuleType, model: Any, prompt: int, decode: Callable[..., T
     assert int(cache.length) == prompt + STEPS
 
 
-@pytest.mark.parametrize("prompt", [1, 5, ROOM - STEPS])
-def test_logits_and_what_is_kept_are_those_of_dynamic_cache(append_last: ModuleType, model: Any, prompt: int) -> None:
+@pytest.mark.parametrize(("batch", "prompt"), [(3, 1), (3, 5), (1, 5), (3, ROOM - STEPS)])
+def test_logits_and_what_is_kept_are_those_of_dynamic_cache(
+    append_last: ModuleType, model: Any, batch: int, prompt: int
+) -> None:
     """To the last slot too, where the newest token needs no move."""
-    compare(append_last, model, prompt, append_last.decode)
+    compare(append_last, model, batch, prompt, append_last.decode)
+
+
+def test_one_row_with_one_head(append_last: ModuleType, tmp_path: Path) -> None:
+    """Whose slots lie side by side, which PyTorch takes for an overlap."""
+    compare(append_last, oracles.tiny_llama(tmp_path, num_key_value_heads=1), 1, 5, append_last.decode)
 
 
 def test_empty_slots_hold_no_weight(append_last: ModuleType, model: Any) -> None:
     """Whatever lies in them: a cache that is used again is full of another answer."""
     from transformers import DynamicCache
 
-    cache, ids = append_last.AppendLastCache(model.config, ROOM), tokens(5)
+    cache, ids = append_last.AppendLastCache(model.config, ROOM), tokens(3, 5)
     with torch.inference_mode():
         append_last.prefill(model, ids, cache)
         cache.reset()
@@ -79,5 +87,5 @@ def test_compiled_as_one_graph_for_all_lengths(append_last: ModuleType, model: A
         return graph
 
     torch._dynamo.reset()
-    compare(append_last, model, 5, torch.compile(append_last.decode, fullgraph=True, backend=backend))
+    compare(append_last, model, 3, 5, torch.compile(append_last.decode, fullgraph=True, backend=backend))
     assert graphs == 1
