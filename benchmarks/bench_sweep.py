@@ -106,7 +106,8 @@ class Child:
 
     def _ask(self, *order: Any) -> Any:
         start = time.perf_counter()
-        self._pipe.send(order)
+        with contextlib.suppress(BrokenPipeError):  # of a process that is gone, which shows below
+            self._pipe.send(order)
         answer, self.failed = self._answer(self.left)
         self.left -= time.perf_counter() - start
         return answer
@@ -114,10 +115,10 @@ class Child:
     def _answer(self, seconds: float) -> tuple[Any, str | None]:
         """What it gave, or why it gave nothing."""
         if not self._pipe.poll(max(seconds, 0)):
-            return None, f"more than {getattr(self, 'limit', START_S):.0f} s"
+            return None, f"more than {getattr(self, 'limit', START_S):g} s"
         try:
             kind, content = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             code = self._process.exitcode
             if code is not None and code >= 0:
@@ -214,7 +215,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     compiled = sweep_compiled.measure(model, some, new, threads, args.repeat)
     print(compiled_line(compiled))
     return {
-        "model": "a random model of 300K parameters" if args.quick and not args.model else model,
+        "model": "a random model, 300K" if args.quick and not args.model else model,
         "default_dtype": pick_dtype("auto", "cpu")[0],
         "threads": threads,
         "limit_s": args.limit_s,
@@ -259,7 +260,7 @@ def do(point: Point, children: list[Child], rows: Prompts, repeat: int, limit_s:
     for child in children:
         it = entry(child.runs, point, oracle)
         if not it["token_s"]:
-            it["not_finished"] = child.failed or f"more than {limit_s:.0f} s"
+            it["not_finished"] = child.failed or f"more than {limit_s:g} s"
         child.finish()
         print(line(child.name, it), file=sys.stderr, flush=True)
         entries += [{"contender": child.name, "sweep": sweep} | it for sweep in point.sweeps]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,21 +113,24 @@ def _figure(results: dict[str, Any], entries: list[Entry], sweep: str, theme: st
     return figure
 
 
-def _dress(axes: Axes, title: str, ticks: list[int], values: list[float], colours: dict[str, str]) -> None:
+def _dress(axes: Axes, title: str, places: list[int], values: list[float], colours: dict[str, str]) -> None:
     """Axes by factors; where a value is 0, linear near it."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, SymmetricalLogLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     axes.set_facecolor(colours["page"])
     axes.set_title(title, color=colours["text"], fontsize=10, loc="left")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8.5)
+    axes.set_xticks(places, [f"{place:,}" for place in places], fontsize=8.5)
     axes.xaxis.set_minor_locator(NullLocator())
-    least, most = min((value for value in values if value > 0), default=1.0), max([*values, 1e-9])
+    least = min((value for value in values if value > 0), default=1.0)
+    most = max([*values, least])
     steps = (1.0, 2.0, 5.0) if most < 100 * least else (1.0,)
     if min(values, default=1.0) <= 0:
         axes.set_yscale("symlog", linthresh=least, linscale=0.5)
-        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=least, subs=steps))
-        axes.set_ylim(-least / 4, max(most, least) * 1.4)
+        tens = [10.0**n for n in range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)]
+        ticks = [step * ten for ten in tens for step in steps if step * ten >= least / 1.4]
+        axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks]))
+        axes.set_ylim(-least / 4, most * 1.4)
     else:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
@@ -141,19 +146,20 @@ def _dress(axes: Axes, title: str, ticks: list[int], values: list[float], colour
 
 def _words(figure: Figure, results: dict[str, Any], entries: list[Entry], sweep: str, colours: dict[str, str]) -> None:
     """What was measured, where and how; what is missing."""
-    first = entries[0]
+    first, machine = entries[0], results["machine"]
+    model = Path(results["model"]).name  # it may be a folder
     fixed = f"prompts of {first['prompt']:,} tokens" if sweep == "batch" else "one row"
-    head = (
-        f"{results['model']}: {fixed}, {first['new']} new tokens, float32 (paged, default: {results['default_dtype']})"
-    )
-    machine = results["machine"]
-    left = 0.012
-    figure.text(left, 0.94, head, color=colours["text"], fontsize=11.5, fontweight="bold")
+    head = f"{model}: {fixed}, {first['new']} new; float32 (paged, default: {results['default_dtype']})"
     how = f"{machine['cpu']}, {results['threads']} threads  ·  {results['command']}  ·  commit {results['commit'][:10]}"
-    figure.text(left, 0.888, how, color=colours["faint"], fontsize=8.5)
-    missing = [f"{it['contender']} at {it[sweep]:,} ({it['not_finished']})" for it in entries if it.get("not_finished")]
+    missing = ", ".join(
+        f"{it['contender']} at {it[sweep]:,} ({it['not_finished']})" for it in entries if "not_finished" in it
+    )
+    left = 0.012
+    figure.text(left, 0.94, head, color=colours["text"], fontsize=min(11.5, 11.5 * 85 / len(head)), fontweight="bold")
+    figure.text(left, 0.888, how, color=colours["faint"], fontsize=min(8.5, 8.5 * 140 / len(how)))
     if missing:
-        figure.text(left, 0.018, "not finished: " + ", ".join(missing), color=colours["faint"], fontsize=7.5)
+        note = textwrap.shorten(f"not finished: {missing}", 170, placeholder=" and others")
+        figure.text(left, 0.018, note, color=colours["faint"], fontsize=7.5)
 
 
 def main() -> None:
