@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import statistics
 import subprocess
@@ -134,9 +133,9 @@ def main() -> None:
             figures = measure(args, model)
     except ConfigError as error:
         sys.exit(f"bench_sweep: {error}")
-    report.write(args.output, **figures)
+    whole = report.write(report.output(args, "sweep"), **figures)
     if args.plot:
-        written = sweep_plots.draw(json.loads(args.output.read_text()), args.plot)
+        written = sweep_plots.draw(whole, args.plot)
         print("drawn: " + ", ".join(path.name for path in written))
 
 
@@ -153,7 +152,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=SIDES, help="a contender; several times for several")
     parser.add_argument("--threads", type=int, help="of every contender [what this process may use]")
     parser.add_argument("--plot", type=Path, help="draw FILE-batch and FILE-prompt, .svg and .png, light and dark")
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "sweep.json")
+    report.add_output(parser, "sweep")
     args = parser.parse_args(words)
     full = {"batches": [1, 2, 4, 8, 16, 32, 64, 128], "prompts": [100, 200, 400, 800, 1600, 6400], "prompt": 128}
     quick = {"batches": [1, 2], "prompts": [32, 64], "prompt": 32}

@@ -33,7 +33,8 @@ FOLDER = Path(__file__).parent
 HOME = FOLDER.parent
 RESULTS = FOLDER / "results"
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
-DRAWINGS = {"sweep": "sweep_plots"}  # the results: the module whose `draw` draws them as docs/NAME.svg and so on
+# Of results: the module whose `draw` draws them, and what it adds to the name, in docs/.
+DRAWINGS = {"sweep": ("sweep_plots", ("-batch", "-batch-dark", "-prompt", "-prompt-dark"))}
 _OPENED, _CLOSED = re.compile(r"^<!-- table:", re.MULTILINE), re.compile(r"^<!-- /table -->$", re.MULTILINE)
 _MARKED = re.compile(r"^<!-- table: (\S+) -->\n(.*?)^<!-- /table -->$", re.DOTALL | re.MULTILINE)
 
@@ -49,15 +50,15 @@ def output(args: argparse.Namespace, name: str) -> Path | None:
     return given if given is not None or args.quick else RESULTS / f"{name}.json"
 
 
-def write(output: Path | None, **figures: Any) -> None:
-    """The report as JSON, if it is wanted."""
-    if output is None:
-        return
-    it = about() | {"command": command("python", *sys.argv)}
-    output.parent.mkdir(exist_ok=True)
-    text = json.dumps(it | figures, indent=1)
-    flat = re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
-    output.write_text(flat + "\n")
+def write(output: Path | None, **figures: Any) -> dict[str, Any]:
+    """The whole report, and written as JSON if that is wanted."""
+    it = about() | {"command": command("python", *sys.argv)} | figures
+    if output is not None:
+        output.parent.mkdir(exist_ok=True)
+        text = json.dumps(it, indent=1)
+        flat = re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
+        output.write_text(flat + "\n")
+    return it
 
 
 def workload(name: str) -> list[dict[str, Any]]:
@@ -88,10 +89,10 @@ def update(home: Path) -> Iterator[str]:
         text, wrong = rendered(home, name)
         yield from wrong
         (home / name).write_text(text)
-    for name, module in DRAWINGS.items():
+    for name, (module, _) in DRAWINGS.items():
         results = _results(home) / f"{name}.json"
         if results.is_file():
-            importlib.import_module(module).draw(_read(results), home / "docs" / name)
+            importlib.import_module(module).draw(_read(results), home / "docs" / name, digest(results))
         yield from _drawing(home, name)
 
 
@@ -147,7 +148,7 @@ def _drawing(home: Path, name: str) -> Iterator[str]:
         yield from (f"docs/{file.name} is drawn from {results.name}, which is not there" for file in there)
         return
     wanted = digest(results)
-    for file in (f"{name}.svg", f"{name}-dark.svg"):
+    for file in (f"{name}{part}.svg" for part in DRAWINGS[name][1]):
         path = home / "docs" / file
         if not path.is_file():
             yield f"docs/{file} is not there, and {results.name} is: python benchmarks/report.py draws it"

@@ -143,18 +143,28 @@ def sweep(kind: str, results: Results) -> list[str]:
     found = {(it["contender"], it[kind]): it for it in points}
     contenders, sizes = dict.fromkeys(it["contender"] for it in points), sorted({it[kind] for it in points})
     measures: dict[str, Callable[[Results], str]] = {
-        "Time per token, ms": lambda it: f"{statistics.median(it['token_s']) * 1000:,.1f}",
-        "Peak memory, MiB": lambda it: mib(it["peak_bytes"]),
+        "Time of a decode step, ms": lambda it: f"{statistics.median(it['token_s']) * 1000:,.1f}",
+        "Peak memory over the model, MiB": lambda it: mib(it["peak_bytes"]),
         "K and V held but empty, MiB": lambda it: f"{it['kv_empty_bytes'] / MIB:,.1f}",
     }
     lines = []
     for title, shown in measures.items():
         rows = [
-            [name, *(shown(found[name, size]) if (name, size) in found else "" for size in sizes)]
+            [name, *(shown(found[name, size]) if found.get((name, size), {}).get("token_s") else "" for size in sizes)]
             for name in contenders
         ]
         lines += [f"{title}:", "", *grid([kind, *(f"{size:,}" for size in sizes)], rows), ""]
     return lines[:-1] + origin(results)
+
+
+def compiled(results: Results) -> list[str]:
+    """The engine's step in plain torch, as one compiled graph beside eager."""
+    it = results["compiled_engine"]
+    eager, graph = (statistics.median(it[f"{name}_token_s"]) * 1000 for name in ("eager", "compiled"))
+    header = ["batch", "page boundaries passed", "eager, ms", "compiled, ms", "recompiles", "rows with equal tokens"]
+    agrees = f"{it['agrees']} of {it['batch']}"
+    row = [f"{it['batch']}", f"{it['page_boundaries']}", f"{eager:.1f}", f"{graph:.1f}", f"{it['recompiles']}", agrees]
+    return grid(header, [row]) + origin(results)
 
 
 def peers(results: Results) -> list[str]:
@@ -184,5 +194,6 @@ TABLES = {
     "cache": Table(("cache.json",), cache),
     "sweep_batch": Table(("sweep.json",), lambda results: sweep("batch", results)),
     "sweep_prompt": Table(("sweep.json",), lambda results: sweep("prompt", results)),
+    "compiled": Table(("sweep.json",), compiled),
     "peers": Table(("peers.json",), peers),
 }

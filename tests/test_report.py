@@ -107,22 +107,24 @@ def test_marks_that_make_no_pair_and_unknown_tables_are_named(report: ModuleType
 
 
 def test_a_drawing_of_other_results_is_noticed(report: ModuleType, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(results: dict[str, Any], output: Path) -> None:
-        for suffix in ("", "-dark"):
-            output.with_name(f"{output.name}{suffix}.svg").write_text(f"<svg>{report.digest(results)}</svg>")
+    parts = ("-batch", "-batch-dark", "-prompt", "-prompt-dark")
+
+    def draw(results: dict[str, Any], output: Path, description: str) -> None:
+        for part in parts:
+            output.with_name(f"{output.name}{part}.svg").write_text(f"<svg>{description}</svg>")
 
     plots = ModuleType("sweep_plots")
     plots.draw = draw  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sweep_plots", plots)
     put(home, "sweep", {"points": [], "b": 0.1})
     missing = list(report.check(home))
-    assert [problem.split(" is not there")[0] for problem in missing] == ["docs/sweep.svg", "docs/sweep-dark.svg"]
+    assert [problem.split(" is not there")[0] for problem in missing] == [f"docs/sweep{part}.svg" for part in parts]
     assert list(report.update(home)) == []
     assert list(report.check(home)) == []
     put(home, "sweep", {"points": [], "b": 0.2})
     assert [problem.split(",")[0] for problem in report.check(home)] == [
-        "docs/sweep.svg was drawn from another sweep.json: python benchmarks/report.py draws it anew",
-        "docs/sweep-dark.svg was drawn from another sweep.json: python benchmarks/report.py draws it anew",
+        f"docs/sweep{part}.svg was drawn from another sweep.json: python benchmarks/report.py draws it anew"
+        for part in parts
     ]
     (home / "benchmarks" / "results" / "sweep.json").unlink()
     assert all("drawn from sweep.json, which is not there" in problem for problem in report.check(home))
