@@ -10,9 +10,9 @@ A figure is the median of a peer's runs; a ratio is the median of (its seconds /
 those are counted that are, token for token, the ones of transformers in float32.
 
 Peers that this Python can import are taken; `--env vllm=/path/of/its/venv` names another one's environment or Python,
-`--env llama.cpp=/path/llama-server` a program. llama.cpp runs a GGUF file (`--gguf`), and so does OpenVINO, if it has no
-folder that optimum has exported (`--openvino-model`); their weights are what those files hold, whatever the dtype.
-A run that takes longer than --timeout is ended and has no figure, and its peer leaves out what is left of the workload.
+`--env llama.cpp=/path/llama-server` a program. llama.cpp runs a GGUF file (`--gguf`), and so does OpenVINO, if it has
+no folder that optimum has exported (`--openvino-model`); their weights are what those files hold, whatever the dtype.
+A run that takes longer than --timeout is ended and has no figure; its peer leaves out the rest of that workload.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ KNOWN: dict[str, tuple[str, str, Sequence[str], Sequence[str], str]] = {
     "llama.cpp": ("llama_cpp_peer.py", "", DTYPES, (), ""),
 }
 QUICK = ("paged", "transformers", "transformers-continuous")
+QUICK_REQUESTS, QUICK_TOKENS = 4, 6
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--openvino-model", type=Path, metavar="DIR", help="as `optimum-cli export openvino` writes")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="what llama.cpp runs, and OpenVINO without a folder")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended then too
     try:
         run(args)
     except ConfigError as error:
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
     wanted = ["paged", *(args.peer or (QUICK if args.quick else KNOWN))]
     common = ["--threads", str(threads), "--max-len", str(longest)]
     environments = read_environments(args.env)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended then too
     results: dict[str, dict[str, Any]] = {}
     absent: dict[str, dict[str, str]] = {}
     for dtype in args.dtype or (DTYPES[:1] if args.quick else DTYPES[:2]):
@@ -105,6 +106,8 @@ def run(args: argparse.Namespace) -> None:
 
 def requests_of(quick: bool, only: Sequence[str] | None) -> tuple[Workloads, list[dict[str, Any]], Any]:
     """Workloads by name, the requests that warm up, tokens to compare with."""
+    if quick and only:
+        raise ConfigError("--quick has requests of its own: leave out --only")
     workloads = read_workloads(WORKLOAD)
     reference = read_reference(WORKLOAD, None, workloads)
     warm = workloads.pop(WARM)
@@ -113,9 +116,11 @@ def requests_of(quick: bool, only: Sequence[str] | None) -> tuple[Workloads, lis
             raise ConfigError(f"there is no workload {name}: there are {', '.join(workloads)}")
     workloads = {name: requests for name, requests in workloads.items() if not only or name in only}
     if quick:
+        every = read_workloads(WORKLOAD)["W1"]
+        shortest = sorted(range(len(every)), key=lambda i: len(every[i]["prompt"]))[:QUICK_REQUESTS]
         warm = [warm[0] | {"out": 2}]
-        workloads = {"quick": [r | {"out": min(r["out"], 8)} for r in read_workloads(WORKLOAD)["W1"][:4]]}
-        reference = {"quick": [t[: r["out"]] for t, r in zip(reference["W1"], workloads["quick"], strict=False)]}
+        workloads = {"quick": [every[i] | {"out": QUICK_TOKENS} for i in shortest]}
+        reference = {"quick": [reference["W1"][i][:QUICK_TOKENS] for i in shortest]}
     return workloads, warm, reference
 
 

@@ -1,7 +1,7 @@
-"""What the children of bench_peers.py share: a model is loaded once, then runs are asked for and answered as lines of JSON.
+"""What the children of bench_peers.py share: load a model once, then answer what is asked, in lines of JSON.
 
 A child is a script that is called as `python SCRIPT MODEL --dtype D --threads N --max-len N`, by its peer's own
-interpreter; nothing of paged is needed. When the model is loaded it says `{"ready": {what it runs with}}`, then for each
+interpreter; nothing of paged is needed. When the model is loaded it says `{"ready": {what it runs with}}`. Then of each
 
     {"requests": [{"prompt": [token ids], "out": n}, ...], "renew": true where its prefix cache must be empty}
 
@@ -56,9 +56,8 @@ def serve(load: Callable[[], Peer]) -> None:
     def say(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    start = time.perf_counter()
     peer = load()
-    say({"ready": peer.about | {"load_s": time.perf_counter() - start}})
+    say({"ready": peer.about})
     for line in sys.stdin:
         asked = json.loads(line)
         if asked.get("renew"):

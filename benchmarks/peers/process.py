@@ -54,11 +54,13 @@ class Child:
             self._stderr.close()
             raise PeerError(f"cannot be started: {error}") from None
         self._read = b""
+        start = time.perf_counter()
         try:
-            self.about: dict[str, Any] = self._answer(load_s, "load")["ready"]
+            ready = self._answer(load_s, "load")["ready"]
         except BaseException:
             self.close()
             raise
+        self.about: dict[str, Any] = ready | {"load_s": time.perf_counter() - start}
 
     def run(self, requests: list[dict[str, Any]], timeout_s: float, renew: bool = False) -> dict[str, Any]:
         """The answer. Raises PeerError, after which there is nothing to do with the child but to close it."""
