@@ -23,7 +23,8 @@ class Vllm:
     def __init__(self, args: argparse.Namespace) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_BYTES // 2**30))
         cpus = sorted(os.sched_getaffinity(0))[: args.threads]
-        bind = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cpus)))
+        ours = ",".join(map(str, cpus))
+        bind = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ours)
         import vllm  # type: ignore[import-not-found]  # only in its own environment
 
         self.params = vllm.SamplingParams
@@ -35,7 +36,8 @@ class Vllm:
             max_model_len=args.max_len,
             disable_log_stats=False,
         )
-        self.about = {"version": vllm.__version__, "dtype": args.dtype, "threads": args.threads, "bound_to": bind}
+        threads = len(cpus) if bind == ours else None  # else vLLM alone knows
+        self.about = {"version": vllm.__version__, "dtype": args.dtype, "threads": threads, "bound_to": bind}
 
     def renew(self) -> None:
         if not self.llm.reset_prefix_cache():
