@@ -55,7 +55,7 @@ QUICK_REQUESTS, QUICK_TOKENS = 4, 6
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="paged and transformers on 4 short requests, one turn")
-    parser.add_argument("--output", type=Path, default=report.RESULTS / "peers.json")
+    report.add_output(parser, "peers")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated; default float32, bfloat16")
     parser.add_argument("--only", action="append", metavar="W", help="a workload; may be repeated")
     parser.add_argument("--peer", action="append", choices=KNOWN, help="may be repeated; paged is always there")
@@ -97,9 +97,8 @@ def run(args: argparse.Namespace) -> None:
         }
         for name, requests in workloads.items()
     }
-    report.write(
-        args.output, workloads=described, threads=threads, timeout_s=args.timeout, absent=absent, peers=results
-    )
+    where = report.output(args, "peers")
+    report.write(where, workloads=described, threads=threads, timeout_s=args.timeout, absent=absent, peers=results)
     if wrong := differing(results):
         raise SystemExit("\n".join(wrong))
 

@@ -168,19 +168,21 @@ def compiled(results: Results) -> list[str]:
 
 
 def peers(results: Results) -> list[str]:
-    """Median seconds; in brackets over those of paged; how many requests have the reference's tokens."""
-    workloads = results["workloads"]
-    names = dict.fromkeys(name for sides in workloads.values() for name in sides)
+    """Of each dtype: median seconds, in brackets how many times those of paged, and outputs as in float32."""
+    names = list(results["workloads"])
 
-    def cell(sides: Results, name: str) -> str:
-        if name not in sides:
-            return ""
-        it, ours = sides[name], statistics.median(sides["paged"]["samples"])
-        median = statistics.median(it["samples"])
-        return f"{seconds(median)} ({median / ours:.2f}), {it['agrees']} of {it['requests']}"
+    def cell(it: Results) -> str:
+        if it["median_s"] is None:
+            return next(sample["why"] for sample in it["samples"] if "why" in sample).splitlines()[0]
+        agrees = next(sample["agrees"] for sample in it["samples"] if sample["seconds"] is not None)
+        times = "" if it["times_paged"] is None else f" ({it['times_paged']:.2f})"
+        return f"{seconds(it['median_s'])}{times}, {agrees} of {it['requests']}"
 
-    rows = [[workload, *(cell(sides, name) for name in names)] for workload, sides in workloads.items()]
-    return grid(["workload", *names], rows) + origin(results)
+    lines = []
+    for dtype, each in results["peers"].items():
+        rows = [[peer, *(cell(it["workloads"][name]) for name in names)] for peer, it in each.items()]
+        lines += [f"{dtype}:", "", *grid(["", *names], rows), ""]
+    return lines[:-1] + origin(results)
 
 
 WORKLOADS = ("workloads_float32.json", "workloads_bfloat16.json", "workloads_int8.json", "workloads_vllm_bfloat16.json")

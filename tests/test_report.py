@@ -197,20 +197,21 @@ def test_sweep_has_a_column_for_each_size_and_leaves_out_what_was_not_measured(r
     assert table(report, home, "sweep_prompt")[:3:2] == [["prompt", "6,400"], ["pages", "30.0"]]
 
 
-def test_peers_are_medians_and_ratios(report: ModuleType, home: Path) -> None:
-    workloads = {
-        "W1": {
-            "paged": {"samples": [9.0, 10.0, 11.0], "agrees": 64, "requests": 64},
-            "vllm": {"samples": [20.0, 30.0, 19.0], "agrees": 26, "requests": 64},
-        },
-        "W3": {"paged": {"samples": [1.0], "agrees": 1, "requests": 1}},
-    }
-    header, _, *rows = table(report, home, "peers", peers={"workloads": workloads})
-    assert header == ["workload", "paged", "vllm"]
-    assert rows == [
-        ["W1", "10.0 (1.00), 64 of 64", "20.0 (2.00), 26 of 64"],
-        ["W3", "1.00 (1.00), 1 of 1", ""],
+def test_peers_are_medians_ratios_and_reasons(report: ModuleType, home: Path) -> None:
+    def one(median: float | None, times: float | None, agrees: int) -> dict[str, Any]:
+        sample = (
+            {"seconds": median, "agrees": agrees} if median else {"seconds": None, "why": "no answer in 300 s\nmore"}
+        )
+        return {"median_s": median, "times_paged": times, "requests": 64, "samples": [sample]}
+
+    sides = {"paged": {"workloads": {"W1": one(10.0, 1.0, 64), "W3": one(1.0, 1.0, 64)}}}
+    sides["vllm"] = {"workloads": {"W1": one(20.0, 2.0, 26), "W3": one(None, None, 0)}}
+    results = {"workloads": {"W1": {}, "W3": {}}, "peers": {"float32": sides}}
+    assert table(report, home, "peers", peers=results)[-2:] == [
+        ["paged", "10.0 (1.00), 64 of 64", "1.00 (1.00), 64 of 64"],
+        ["vllm", "20.0 (2.00), 26 of 64", "no answer in 300 s"],
     ]
+    assert report.table(home, "peers")[0] == "float32:"
 
 
 def test_cache_shows_its_rows_the_row_in_full_and_what_open_lm_has(report: ModuleType, home: Path) -> None:
