@@ -173,7 +173,8 @@ def peers(results: Results) -> list[str]:
 
     def cell(it: Results) -> str:
         if it["median_s"] is None:
-            return next(sample["why"] for sample in it["samples"] if "why" in sample).splitlines()[0]
+            why: str = next(sample["why"] for sample in it["samples"] if "why" in sample)
+            return why.splitlines()[0]
         agrees = next(sample["agrees"] for sample in it["samples"] if sample["seconds"] is not None)
         times = "" if it["times_paged"] is None else f" ({it['times_paged']:.2f})"
         return f"{seconds(it['median_s'])}{times}, {agrees} of {it['requests']}"
