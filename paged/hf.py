@@ -18,29 +18,27 @@ such a function wants; so does our own for a mask that pages cannot express (hol
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from paged.attention.backends import BACKENDS
 from paged.block_table import Windows, first_page
 from paged.errors import ConfigError, PageStateError
+from paged.hf_attention import NAME, Handle, Mask, Settings, dense
 from paged.manager import KVCacheManager
 from paged.pool import KVPool
 from paged.rows import RowPages, RowStep, unknown
 from paged.sizing import parse_memory
 
-NAME = "paged"  # of the attention function
+__all__ = ["NAME", "PagedCache"]
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for us
@@ -51,7 +49,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
     sdpa or reference. K and V keep the dtype in which they come: float32, bfloat16 or float16.
 
     A call that raises before the first layer has written leaves everything as it was. No gradient flows through pages.
-    `copy.deepcopy` makes a cache that shares this one's pages, as the prefix of another continuation.
+    `copy.copy` and `copy.deepcopy` make a cache that shares this one's pages, as the prefix of another continuation.
+    A cache and its copies are for one thread at a time.
 
     Counters, over the life of the cache: `num_steps` forwards; `bytes_gathered`, of K and V that were copied out of
     pages for an attention function; `pages_copied`, because a row wrote to a page that others share.
@@ -67,6 +66,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self._windows = _layer_windows(self._config)
         if attention_backend not in ("auto", *BACKENDS):
             raise ConfigError(f"attention_backend must be auto, {', '.join(BACKENDS)}, not {attention_backend!r}")
+        if type(page_size) is not int or not 1 <= page_size <= 256 or page_size & (page_size - 1):
+            raise ConfigError(f"page_size must be a power of two from 1 to 256, not {page_size!r}")
         self._settings = parse_memory(kv_memory), page_size, attention_backend
         self._store: RowPages | None = None
         self._start()
@@ -78,6 +79,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self._pads = np.zeros(0, dtype=np.int64)  # [rows]: tokens on the left that are no tokens
         self._total = 0  # tokens of each row, padding and those of the forward under way counted
         self._step: RowStep | None = None  # the forward under way, or the last one
+        self._asked: int | None = None  # the layer whose K and V our attention function is due to get
         self._recording = False
         self.num_steps = self.bytes_gathered = self.pages_copied = 0
 
@@ -89,9 +91,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         copy._start()
         if self._store is not None:
             copy._rows += self._store.fork(self._rows)
-            copy._pads, copy._total = self._pads.copy(), self._total
+            copy._pads, copy._total, copy._recording = self._pads.copy(), self._total, self._recording
             weakref.finalize(copy, self._store.free, copy._rows).atexit = False
         return copy
+
+    def __copy__(self) -> PagedCache:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a PagedCache cannot be pickled: its pages belong to this process")
 
     def __repr__(self) -> str:
         return f"PagedCache({len(self._rows)} rows of {self._total} tokens)"
@@ -120,14 +128,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         """Forget every token."""
         if self._store is not None:
             self._store.free(self._rows)
-        self._pads, self._total, self._step = np.zeros(0, dtype=np.int64), 0, None
+        self._pads, self._total, self._step, self._asked = np.zeros(0, dtype=np.int64), 0, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row; `tokens_to_remove` is negative, -3 for three, as transformers has it.
 
         Raises ValueError for a positive number and for more than there are, PageStateError where pages that a sliding
-        window needs again are gone: `activate_past_recording` before those forwards keeps them.
+        window needs again are gone. The last forward can be undone as long as nothing else was done to the cache; of
+        several, `activate_past_recording` before them keeps the pages, until a crop, or until rows are reordered,
+        selected, repeated or copied.
         """
+        tokens_to_remove = operator.index(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative one, not {tokens_to_remove}")
         total = self._total + tokens_to_remove
@@ -145,13 +156,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
                 if first < kept:
                     raise PageStateError(
                         f"{-tokens_to_remove} tokens cannot be removed: pages of the sliding window of {window} before "
-                        "them are gone; call activate_past_recording() before the forwards that are to be undone"
+                        "them are gone; call activate_past_recording() before the forwards that are to be undone, and "
+                        "undo them before rows are reordered, selected, repeated or copied"
                     )
         for seq_id, length in zip(self._rows, lengths.tolist(), strict=True):
             if length > manager.num_computed(seq_id):
                 manager.commit(seq_id, unknown(length), length)
             manager.truncate(seq_id, length)
-        self._pads, self._total, self._step = pads, total, None
+        self._pads, self._total, self._step, self._asked = pads, total, None, None
 
     def activate_past_recording(self) -> None:
         """Keep pages that leave a sliding window until the next `crop`."""
@@ -190,32 +202,31 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
 
     def _take(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """New K and V [rows, kv_heads, tokens, head_dim] of a layer; what its attention function is to be given."""
-        if layer > 0:
+        if layer > 0 or self._asked is not None:
             self._expect(layer)
         if self._config._attn_implementation == NAME:
-            if layer == 0:
-                self._check_whole()
-            key.paged = _Handle(self, layer)  # type: ignore[attr-defined]  # read by `paged_attention_forward`
+            self._asked = layer
+            key.paged = Handle(self, layer)  # type: ignore[attr-defined]  # read by `paged_attention_forward`
             return key, value
         if layer == 0:
-            self._begin(key, value, None)
+            self._begin(key, value, None, plain=False)
         self._write(key, value, layer)
         return self._gather(layer)
 
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, settings: _Settings) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, settings: Settings) -> Tensor:
         """Write K and V, and attend. As our attention function, which see; returns [rows, tokens, heads, head_dim]."""
-        plain = mask is None or (isinstance(mask, _Mask) and mask.is_plain)
+        plain = mask is None or (isinstance(mask, Mask) and mask.is_plain)
+        padding = mask.padding if plain and mask is not None else None
+        self._asked = None
         if layer == 0:
-            self._begin(key, value, mask.padding if plain and mask is not None else None, plain)
+            self._begin(key, value, padding, plain)
         self._expect(layer)
         self._write(key, value, layer)
         step, store = self._under_way(), self._opened()
-        if not plain or step.has_holes:
-            return _dense(query, *self._gather(layer), mask, settings)
+        if not plain or step.has_holes or not step.has_padding(padding):
+            return dense(query, *self._gather(layer), mask, settings)
         group, i = store.layout.places[layer]
         q = step.packed(query)
-        if not len(q):  # nothing but padding
-            return torch.zeros_like(query.transpose(1, 2))
         out = store.attention(
             q, store.pool.k[i], store.pool.v[i], step.metas[group], settings.scale, self._windows[layer],
             soft_cap=settings.soft_cap,
@@ -233,6 +244,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         """Make room for a forward's tokens in every row. padding: bool [rows, tokens so far and new], False is none."""
         self._check_whole()
         rows, _, count, _ = key.shape
+        if self._store is not None:
+            self._store.fits(key, value, 0)
         if self._store is None:
             self._store = RowPages(self._windows, *self._settings, key, value)
             weakref.finalize(self, self._store.free, self._rows).atexit = False
@@ -243,16 +256,16 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
             self._pads = np.zeros(rows, dtype=np.int64)
         if len(self._rows) != rows:
             raise ValueError(
-                f"the cache holds {len(self._rows)} rows, and the batch has {rows}: reset() it, or a new one"
+                f"the cache holds {len(self._rows)} rows, and the batch has {rows}: reset() it, or make another"
             )
         total = self._total + count
         pads, has_holes = self._padding(padding, total) if plain else (self._pads, False)
         before, lengths = self._total - self._pads, total - pads
         if not self._recording:
             store.commit(self._rows, before)
-        moves = store.extend(self._rows, lengths)
-        self.pages_copied += moves
-        self._step = RowStep.of(store, self._rows, before, lengths, count, has_holes, key.device)
+        self.pages_copied += store.extend(self._rows, lengths)
+        self._step = RowStep.of(store, self._rows, before, lengths, count, key.device)
+        self._step.padding, self._step.has_holes = padding, has_holes
         self._pads, self._total = pads, total
         self.num_steps += 1
 
@@ -262,11 +275,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
             if self._pads.any():
                 raise ValueError("rows of this cache have padding on the left: give attention_mask to every forward")
             return self._pads, False
+        if padding.ndim != 2 or len(padding) != len(self._pads):
+            raise ValueError(f"attention_mask must be [{len(self._pads)} rows, tokens], not {list(padding.shape)}")
         if padding.shape[1] < total:
             raise ValueError(f"attention_mask must cover all {total} tokens, past and new, not {padding.shape[1]}")
         seen = padding[:, :total]
-        first = (seen.cumsum(1) == 0).sum(1)
-        left = first.cpu().numpy()
+        left = (seen.cumsum(1) == 0).sum(1).cpu().numpy()
         # A row without tokens yet may turn out to have more padding.
         pads = np.where(self._pads >= self._total, left, self._pads)
         if (left < self._pads).any():
@@ -281,7 +295,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         step, store = self._under_way(), self._opened()
         store.fits(key, value, layer)
         group, i = store.layout.places[layer]
-        store.pool.write(i, step.packed(key.detach()), step.packed(value.detach()), step.metas[group].slots)
+        k, v = (step.packed(tensor.detach()).to(store.pool.k[i].dtype) for tensor in (key, value))
+        store.pool.write(i, k, v, step.metas[group].slots)
         step.layers += 1
 
     def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -301,8 +316,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
 
     def _expect(self, layer: int) -> None:
         """Layers come one after another, each of them served."""
-        due = 0 if self._step is None else self._step.layers % len(self._windows)
-        if due != layer:
+        due = self._asked
+        if due is None:
+            due = 0 if self._step is None else self._step.layers % len(self._windows)
+        if due != layer or self._asked is not None:
             raise PageStateError(
                 f"layer {layer} came where {due} was due: does the model call its attention function "
                 f'("{self._config._attn_implementation}") in every layer?'
@@ -347,6 +364,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the first forward makes the pages of all layers."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # pages are handed out in Python
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self._cache._take(key_states, value_states, self._index)
 
@@ -358,72 +376,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
 
     def get_max_length(self) -> int:
         return -1 if self._window is None else self._window
-
-
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    """Goes from `update` to the attention function, on the keys."""
-
-    cache: PagedCache
-    layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What an attention function is given beside tensors."""
-
-    module: Any
-    scale: float
-    soft_cap: float
-    more: dict[str, Any]  # for transformers' own function
-
-
-class _Mask:
-    """A mask that is not made unless somebody needs it. padding: bool [rows, keys], or None where there is none.
-
-    is_plain: causal, perhaps within a sliding window, and nothing else but padding.
-    """
-
-    ndim = 4  # to transformers a mask that is made already
-
-    def __init__(self, padding: Tensor | None, is_plain: bool, make: Callable[[], Tensor | None]) -> None:
-        self.padding, self.is_plain, self.dense = padding, is_plain, make
-
-
-def paged_mask(**given: Any) -> _Mask:
-    """The mask function of "paged". Arguments as transformers gives them to one."""
-    padding = given.get("attention_mask")
-    if isinstance(padding, _Mask):
-        return padding
-    is_plain = bool(given.get("allow_is_causal_skip")) and not given.get("use_vmap")
-    return _Mask(padding, is_plain, lambda: sdpa_mask(**given))
-
-
-def paged_attention_forward(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """The attention function "paged": over the pages of a PagedCache in place, over tensors without one.
-
-    query: [rows, heads, tokens, head_dim]; key, value: [rows, kv_heads, tokens, head_dim], with a PagedCache the new
-    ones alone. Returns [rows, tokens, heads, head_dim]. Raises ConfigError for what pages do not do: dropout, sinks,
-    position biases.
-    """
-    handle: _Handle | None = getattr(key, "paged", None)
-    for name in ("s_aux",) if handle is None else ("s_aux", "position_bias", "dropout"):
-        if (found := more.get(name)) is not None and (isinstance(found, Tensor) or found):
-            raise ConfigError(f'the attention function "paged" has no {name}: set another for this model')
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    settings = _Settings(module, scale, softcap or 0.0, more)
-    if handle is None:
-        return _dense(query, key, value, attention_mask, settings), None
-    return handle.cache._attend(handle.layer, query, key, value, attention_mask, settings), None
 
 
 def _layer_windows(config: Any) -> Windows:
@@ -443,24 +395,3 @@ def _layer_windows(config: Any) -> Windows:
             f"{config.model_type} has layers of {', '.join(sorted(other))}: PagedCache holds full and sliding"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Any, settings: _Settings) -> Tensor:
-    """Attention over K and V as tensors, by transformers' function; by our own formula where scores are capped."""
-    made = mask.dense() if isinstance(mask, _Mask) else mask
-    if not settings.soft_cap:
-        out: Tensor = sdpa_attention_forward(
-            settings.module, query, key, value, made, scaling=settings.scale, **settings.more
-        )[0]
-        return out
-    if made is None:
-        made = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        made = made.tril(key.shape[2] - query.shape[2])
-    k, v = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
-    scores = settings.soft_cap * torch.tanh(query @ k.transpose(2, 3) * (settings.scale / settings.soft_cap))
-    scores = scores.masked_fill(~made, float("-inf")) if made.dtype == torch.bool else scores + made
-    return (scores.float().softmax(-1).nan_to_num().to(v.dtype) @ v).transpose(1, 2)
-
-
-AttentionInterface.register(NAME, paged_attention_forward)
-AttentionMaskInterface.register(NAME, paged_mask)

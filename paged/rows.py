@@ -39,26 +39,32 @@ class RowPages:
         dtype = str(key.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"K and V are {dtype}, and pages hold {', '.join(DTYPE_BYTES)}")
-        if not 1 <= page_size <= 256 or page_size & (page_size - 1):
-            raise ConfigError(f"page_size must be a power of two from 1 to 256, not {page_size}")
         if backend == "auto":
             backend = "native" if key.device.type == "cpu" and library() is not None else "sdpa"
         self.attention = BACKENDS[backend]
         self.layout = KVLayout.of(windows, key.shape[1], key.shape[3], dtype, page_size)
+        self._dtype = key.dtype
         self.fits(key, value, 0)
         available = cuda_memory() if key.device.type == "cuda" else host_memory()
         num_pages = self.layout.pages_in(pool_bytes(memory, available, 0))
         self.manager = KVCacheManager(num_pages, page_size, enable_prefix_caching=False, windows=self.layout.windows)
-        self.pool = KVPool(self.layout, num_pages, key.device)
+        with torch.inference_mode(False):  # or it could be written in inference mode only
+            self.pool = KVPool(self.layout, num_pages, key.device)
         self._ids = itertools.count()
 
     def fits(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Raises ConfigError for K or V of another shape or format than the pages'."""
         wanted = self.layout.kv_heads, self.layout.head_dim
         for name, tensor in (("K", key), ("V", value)):
             if (found := (tensor.shape[1], tensor.shape[3])) != wanted:
                 raise ConfigError(
                     f"{name} of layer {layer} has {found[0]} heads of {found[1]}, pages have {wanted[0]} of "
-                    f"{wanted[1]}: every layer must have as many"
+                    f"{wanted[1]}: K and V of all layers must be alike"
+                )
+            if torch.promote_types(tensor.dtype, self._dtype) != self._dtype:
+                raise ConfigError(
+                    f"{name} of layer {layer} is {tensor.dtype}, and the pages of this cache hold {self._dtype}: "
+                    "make another"
                 )
 
     def new(self, count: int) -> list[int]:
@@ -88,6 +94,8 @@ class RowPages:
         moves = self.manager.take_moves()
         self.pool.apply(moves)
         self.manager.confirm_moves(moves)
+        for i in self.manager.changed(rows):
+            self.manager.take_changes(rows[i])  # nobody keeps a table of his own
         return sum(isinstance(move, Move) for move in moves)
 
 
@@ -98,8 +106,9 @@ class RowStep:
     metas: list[AttentionMetadata]  # of each group
     taken: Tensor | None  # [tokens] int64: which of [rows * count] are no padding; None is all
     count: int  # tokens of each row, padding counted
-    has_holes: bool  # tokens that nobody may see, elsewhere than on the left
     device: torch.device
+    padding: Tensor | None = None  # bool [rows, keys] as it was given, False is padding
+    has_holes: bool = False  # tokens that nobody may see, elsewhere than on the left
     layers: int = 0  # that have been written
 
     @classmethod
@@ -110,7 +119,6 @@ class RowStep:
         before: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
         count: int,
-        has_holes: bool,
         device: torch.device,
     ) -> RowStep:
         """before, lengths: int64 [rows], tokens of each row without and with the new ones."""
@@ -129,7 +137,16 @@ class RowStep:
             slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
             metas.append(AttentionMetadata(starts, lens, tensor(tables), tensor(slots)))
         kept = np.arange(count)[None, :] >= (count - new)[:, None]  # [rows, count]
-        return cls(metas, None if kept.all() else tensor(np.flatnonzero(kept)), count, has_holes, device)
+        return cls(metas, None if kept.all() else tensor(np.flatnonzero(kept)), count, device)
+
+    def has_padding(self, padding: Tensor | None) -> bool:
+        """Whether another layer's padding is that of the step."""
+        if padding is self.padding:
+            return True
+        if padding is None or self.padding is None:
+            some = self.padding if padding is None else padding
+            return some is not None and bool(some.all())
+        return torch.equal(padding, self.padding)
 
     def packed(self, tensor: Tensor) -> Tensor:
         """[rows, heads, count, head_dim] as [tokens, heads, head_dim], without padding."""

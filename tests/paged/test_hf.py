@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import pickle
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from oracles import tiny
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from paged import ConfigError, OutOfPages, PageStateError
+from paged import ConfigError, OutOfPages, PageStateError, hf_attention
 from paged.hf import PagedCache
 from paged.pool import KVPool
 
@@ -227,9 +228,14 @@ def test_a_mask_of_four_axes_is_taken_as_it_is(models: dict[str, Any]) -> None:
 
 
 def test_without_our_cache_the_function_is_transformers(models: dict[str, Any]) -> None:
-    for name in ("llama", "gemma3"):
+    for name in ("llama", "gemma3", "gemma2"):
         model, tokens = models[name], ids(3, 11)
         static = StaticCache(config=model.config, max_cache_len=32)
+        one = ids(1, 9)  # without padding
+        close(
+            run(model, "paged", StaticCache(config=model.config, max_cache_len=32), one),
+            run(model, "eager", None, one),
+        )
         expected = generated(model, "eager", None, tokens, MASK, 8)
         for cache in (static, DynamicCache(config=model.config)):
             found = generated(model, "paged", cache, tokens, MASK, 8, disable_compile=True)
@@ -268,6 +274,7 @@ def test_whatever_is_done_the_logits_are_those_of_transformers_cache(
         cache.activate_past_recording()
     left = torch.tensor(pads)
     total, kept = 0, [own]
+    settled = 0  # tokens before which a window's pages may be gone
     for number, (what, value) in enumerate([("forward", 9), *steps]):
         rows = len(left)
         if what == "forward":
@@ -282,15 +289,17 @@ def test_whatever_is_done_the_logits_are_those_of_transformers_cache(
         elif what == "crop":
             if name == "gemma3" and total - 9 < WINDOW:
                 continue  # transformers' own cache has no defined past there
-            value = min(value, total - 9)
+            value = min(value, total - (max(settled, 9) if name == "gemma3" else 9))
             total -= value
             for cache in (own, theirs):
                 cache.crop(-value)
+            settled = total
         elif what == "copy":
             theirs, own = copy.deepcopy(theirs), copy.deepcopy(own)
-            own.activate_past_recording()
             kept.append(own)
+            settled = total
         else:
+            settled = total
             if what == "reorder":
                 chosen = [i % rows for i in value[:rows]]
             elif what == "select":
@@ -327,6 +336,127 @@ def test_the_comparison_sees_a_copy_that_is_not_made(models: dict[str, Any], mon
     monkeypatch.setattr(KVPool, "apply", lambda *_: None)
     with pytest.raises(AssertionError):
         compare(1)
+
+
+def test_forwards_that_are_recorded_are_undone_together(models: dict[str, Any]) -> None:
+    model, tokens = models["gemma3"], ids(1, 40)
+    cache = cache_of(model)
+    run(model, "paged", cache, tokens[:, :20])
+    cache.activate_past_recording()
+    for seed in range(3):
+        run(model, "paged", cache, ids(1, 9, seed=seed))
+    cache.crop(-27)
+    close(run(model, "paged", cache, tokens[:, 20:]), run(model, "eager", None, tokens)[:, 20:])
+
+
+def test_a_row_of_padding_alone_begins_later_and_a_crop_reaches_into_padding(models: dict[str, Any]) -> None:
+    model, tokens = models["llama"], ids(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :9] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = run(model, "eager", None, tokens, mask, position_ids=positions)
+    cache = cache_of(model)
+
+    def forward(first: int, last: int) -> None:
+        more = {"position_ids": positions[:, first:last]}
+        found = run(model, "paged", cache, tokens[:, first:last], pad(last), **more)
+        seen = mask[:, first:last].bool()
+        close(found[seen], expected[:, first:last][seen])
+
+    def pad(last: int) -> Tensor:  # longer than it must be, which does no harm
+        return torch.cat((mask[:, :last], torch.zeros(2, 99 - last, dtype=torch.long)), dim=1)
+
+    forward(0, 5)
+    forward(5, 12)
+    cache.crop(-7)
+    forward(5, 8)
+    cache.crop(-8)
+    assert cache.manager.num_used == 0
+    forward(0, 20)
+    assert cache.manager.num_used == math.ceil(20 / 4) + math.ceil(11 / 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_is_gathered_is_counted_and_free_of_what_was_there_before(models: dict[str, Any], name: str) -> None:
+    """Freed pages hold NaN here; tokens beside a row's own must not reach the sums."""
+    model, tokens = models[name], ids(2, 9)
+    cache = cache_of(model)
+    run(model, "eager", cache, ids(2, 30, seed=5))
+    config, layout = model.config, cache.pool.layout
+    windows = [w or 99 for w in layout.windows for _ in range(layout.num_layers)]
+    each = 2 * 2 * config.num_key_value_heads * config.head_dim * 4  # rows, K and V
+    assert cache.bytes_gathered == sum(each * 30 for _ in windows)
+    cache.reset()
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :6] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    run(model, "paged", cache, tokens[:, :8], mask[:, :8], position_ids=positions[:, :8])
+    found = run(model, "eager", cache, tokens[:, 8:], mask, position_ids=positions[:, 8:])
+    close(found, run(model, "eager", None, tokens, mask, position_ids=positions)[:, 8:])
+
+
+def test_masks_that_see_more_than_the_past_are_made(models: dict[str, Any]) -> None:
+    """Both directions within the prompt: nothing is plain then, and two layers may be told differently."""
+    model, tokens = copy.deepcopy(models["gemma3"]), ids(2, 12)
+    model.config.use_bidirectional_attention = True
+    cache = cache_of(model)
+    close(run(model, "paged", cache, tokens), run(model, "eager", DynamicCache(config=model.config), tokens))
+    assert cache.bytes_gathered > 0
+    capped = copy.deepcopy(models["gemma2"])
+    capped.config.is_causal = False
+    for own in (cache_of(capped), None):
+        close(run(capped, "paged", own, tokens), run(capped, "eager", None, tokens))
+
+
+def test_a_mask_for_each_kind_of_layer(models: dict[str, Any]) -> None:
+    """Padding that the first layer is not told of: its mask has four axes, those of other layers are plain."""
+    model, tokens, mask = models["gemma3"], ids(3, 11), MASK
+    model.set_attn_implementation("paged")
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    sees = mask[:, None, None, :].bool() & torch.ones(11, 11, dtype=torch.bool).tril().triu(1 - WINDOW)
+    padding = mask.bool()
+    for full in (
+        hf_attention.paged_mask(
+            batch_size=3, q_length=11, kv_length=11, attention_mask=padding, allow_is_causal_skip=True
+        ),
+        mask[:, None, None, :].bool() & torch.ones(11, 11, dtype=torch.bool).tril(),
+    ):
+        kinds = {"sliding_attention": sees, "full_attention": full}
+        found = run(model, "paged", cache_of(model), tokens, kinds, position_ids=positions)  # type: ignore[arg-type]
+        expected = run(model, "eager", None, tokens, mask, position_ids=positions)
+        close(found[padding], expected[padding])
+
+
+def test_a_cache_changes_attention_functions_with_padding_inside(models: dict[str, Any]) -> None:
+    model, tokens = models["llama"], ids(3, 14)
+    mask = torch.cat((MASK, torch.ones(3, 3, dtype=torch.long)), dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = cache_of(model)
+    run(model, "paged", cache, tokens[:, :11], MASK, position_ids=positions[:, :11])
+    expected = run(model, "eager", None, tokens, mask, position_ids=positions)
+    for i, implementation in ((11, "sdpa"), (12, "eager"), (13, "paged")):
+        more = {"position_ids": positions[:, i : i + 1]}
+        found = run(model, implementation, cache, tokens[:, i : i + 1], mask[:, : i + 1], **more)
+        close(found, expected[:, i : i + 1])
+
+
+def test_inference_mode_autocast_and_compiled_models(models: dict[str, Any]) -> None:
+    model, tokens = models["llama"], ids(2, 12)
+    expected = run(model, "eager", None, tokens)
+    cache = cache_of(model)
+    model.set_attn_implementation("paged")
+    with torch.inference_mode():
+        model(tokens[:, :8], cache=cache)
+    close(run(model, "paged", cache, tokens[:, 8:]), expected[:, 8:])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(model, "paged", cache_of(model), tokens)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    torch.compiler.reset()
+    compiled, cache = torch.compile(model.forward, backend="eager"), cache_of(model)
+    with torch.no_grad():
+        found = torch.cat([compiled(part, cache=cache).logits for part in torch.split(tokens, [7, 5], dim=1)], dim=1)  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
+    close(found, expected)
 
 
 # Pages, and whose they are
@@ -451,12 +581,11 @@ def test_other_models_and_settings_are_refused(models: dict[str, Any]) -> None:
         PagedCache(config, attention_backend="cuda")
     with pytest.raises(ConfigError, match="not understood"):
         PagedCache(config, kv_memory="much")
-    for cache, message in (
-        (PagedCache(config, page_size=3), "power of two"),
-        (PagedCache(config, kv_memory=100), "holds 0 pages"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            run(models["llama"], "paged", cache, ids(1, 3))
+    for page_size in (0, 3, 512, "16"):
+        with pytest.raises(ConfigError, match="power of two"):
+            PagedCache(config, page_size=page_size)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="holds 0 pages"):
+        run(models["llama"], "paged", PagedCache(config, kv_memory=100), ids(1, 3))
     changed = copy.deepcopy(config)
     changed.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ConfigError, match="linear_attention"):
@@ -464,6 +593,9 @@ def test_other_models_and_settings_are_refused(models: dict[str, Any]) -> None:
     changed.layer_types = None
     changed.num_kv_shared_layers = 1
     with pytest.raises(ConfigError, match="shares K and V"):
+        PagedCache(changed)
+    changed.num_kv_shared_layers, changed.attention_chunk_size = 0, 8
+    with pytest.raises(ConfigError, match="chunked_attention"):
         PagedCache(changed)
 
 
@@ -475,8 +607,63 @@ def test_a_model_that_does_not_call_the_attention_function_is_found_out(
     run(model, "paged", cache, ids(1, 3))
     key = torch.zeros(1, 2, 1, 16)
     cache.update(key, key, 0)
-    with pytest.raises(PageStateError, match="does the model call its attention function"):
-        cache.update(key.clone(), key, 1)
+    for layer in (0, 1):
+        with pytest.raises(PageStateError, match="does the model call its attention function"):
+            cache.update(key.clone(), key, layer)
+    cache.crop(0)
+    handed, value = cache.update(key.clone(), key, 0)
+    query = torch.zeros(1, 6, 1, 16)
+    hf_attention.paged_attention_forward(model, query, handed, value, None)
+    with pytest.raises(PageStateError, match="layers"):  # the same keys again
+        hf_attention.paged_attention_forward(model, query, handed, value, None)
+
+
+def test_k_and_v_that_do_not_fit_cost_nothing(models: dict[str, Any]) -> None:
+    model, tokens = models["llama"], ids(1, 12)
+    cache = cache_of(copy.deepcopy(model).to(torch.bfloat16))
+    run(half := copy.deepcopy(model).to(torch.bfloat16), "paged", cache, tokens[:, :8])
+    with pytest.raises(
+        ConfigError, match=r"K of layer 0 is torch\.float32, and the pages of this cache hold torch\.bfloat16"
+    ):
+        run(model, "paged", cache, tokens[:, 8:])
+    with pytest.raises(ConfigError, match="K and V of all layers must be alike"):
+        run(models["phi3"].to(torch.float32), "paged", cache, tokens[:, 8:])
+    assert cache.get_seq_length() == 8
+    run(half, "paged", cache, tokens[:, 8:])
+
+
+def test_a_copy_is_a_cache_of_its_own_and_a_pickle_is_refused(models: dict[str, Any]) -> None:
+    model, tokens = models["llama"], ids(1, 12)
+    cache = cache_of(model)
+    run(model, "paged", cache, tokens)
+    other = copy.copy(cache)
+    other.crop(-4)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (12, 8)
+    manager = cache.manager
+    del cache
+    close(run(model, "paged", other, tokens[:, 8:]), run(model, "eager", None, tokens)[:, 8:])
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(other)
+    other.reset()
+    manager.check(idle=True)
+
+
+def test_nothing_piles_up_step_after_step(models: dict[str, Any]) -> None:
+    model, cache = models["mistral"], cache_of(models["mistral"])
+    for i in range(100):
+        run(model, "paged", cache, ids(2, 1, seed=i))
+    assert cache.manager.changed(cache._rows) == []
+    assert cache.manager.num_used <= 2 * 3
+
+
+@pytest.mark.parametrize("name", ["s_aux", "position_bias", "output_attentions"])
+def test_what_an_attention_function_cannot_do_is_refused(models: dict[str, Any], name: str) -> None:
+    cache, key = cache_of(models["llama"]), torch.zeros(1, 2, 3, 16)
+    models["llama"].set_attn_implementation("paged")
+    handed, value = cache.update(key, key.clone(), 0)
+    more: Any = {name: torch.zeros(1) if name != "output_attentions" else True}
+    with pytest.raises(ConfigError, match=f"has no {name}"):
+        hf_attention.paged_attention_forward(models["llama"], torch.zeros(1, 6, 3, 16), handed, value, None, **more)
 
 
 def test_dropout_is_refused(models: dict[str, Any]) -> None:
