@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paged.attention import AttentionMetadata
+from paged.attention import AttentionMetadata, PagedAttention, cpu
 from paged.attention.backends import BACKENDS
 from paged.block_table import Windows
 from paged.errors import ConfigError
@@ -41,7 +41,8 @@ class RowPages:
             raise ConfigError(f"K and V are {dtype}, and pages hold {', '.join(DTYPE_BYTES)}")
         if backend == "auto":
             backend = "native" if key.device.type == "cpu" and library() is not None else "sdpa"
-        self.attention = BACKENDS[backend]
+        # Block tables and slots are our own, so nothing is left to check.
+        self.attention: PagedAttention = cpu.attend if backend == "native" else BACKENDS[backend]
         self.layout = KVLayout.of(windows, key.shape[1], key.shape[3], dtype, page_size)
         self._dtype = key.dtype
         self.fits(key, value, 0)

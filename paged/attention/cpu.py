@@ -34,6 +34,31 @@ def paged_attention(
     return out
 
 
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    *,
+    soft_cap: float = 0.0,
+    instructions: str | None = None,
+    share: bool = True,
+) -> Tensor:
+    """`paged_attention` of tensors that are known to fit: nothing is checked, and the compiler does not see it."""
+    wide = q.float().contiguous()
+    out = torch.empty_like(wide)
+    tokens, heads, dim = q.shape
+    operation = kernels.Attention(
+        kernels.ATTENTION, 0, wide.data_ptr(), out.data_ptr(), heads * dim, pages_of(k_pages, v_pages), heads, scale,
+        soft_cap, 0, window or 0,
+    )  # fmt: skip
+    frame, _kept = frame_of(meta, tokens)
+    _team(torch.get_num_threads(), instructions).run([operation], frame, share)
+    return out.to(q.dtype)
+
+
 def write(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, meta: AttentionMetadata, instructions: str | None = None
 ) -> None:
@@ -54,19 +79,12 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     _check_pages(k_pages, v_pages)
     _check(q.dim() == 3 and q.shape[2] == k_pages.shape[3], f"q is {list(q.shape)}, pages {list(k_pages.shape)}")
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     _check(heads > 0 and heads % k_pages.shape[2] == 0, f"{heads} query heads do not share {k_pages.shape[2]} KV heads")
     _check_sequences(tokens, query_start, seq_lens, block_tables, k_pages, window)
-    wide = q.float().contiguous()
-    out = torch.empty_like(wide)
-    operation = kernels.Attention(
-        kernels.ATTENTION, 0, wide.data_ptr(), out.data_ptr(), heads * dim, pages_of(k_pages, v_pages), heads, scale,
-        soft_cap, 0, window,
-    )  # fmt: skip
     none = torch.empty(0, dtype=torch.int64)
-    frame, _kept = frame_of(AttentionMetadata(query_start, seq_lens, block_tables, none), tokens)
-    _team(torch.get_num_threads(), instructions).run([operation], frame, share)
-    return out.to(q.dtype)
+    meta = AttentionMetadata(query_start, seq_lens, block_tables, none)
+    return attend(q, k_pages, v_pages, meta, scale, window, soft_cap=soft_cap, instructions=instructions, share=share)
 
 
 @_attention.register_fake
