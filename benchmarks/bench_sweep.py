@@ -208,7 +208,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         for child in children:
             child.stop()
     print("the engine's step, eager and compiled", file=sys.stderr, flush=True)
-    batch = max(b for b in args.batches if b <= 8)
+    batch = max((b for b in args.batches if b <= 8), default=min(args.batches))
     new = min(4 * args.new, checkpoint.config.max_model_len - args.prompt)
     some = prompts(Point((), batch, args.prompt, new), checkpoint.config.vocab_size)
     compiled = sweep_compiled.measure(model, some, new, threads, args.repeat)
