@@ -174,12 +174,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after another."""
+        """Each row `repeats` times, one after another. Raises ValueError below 1."""
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, not {repeats}: reset() forgets all rows")
         self._select([i for i in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, int64 [new rows] or bool [rows]. Raises IndexError for a row that is not there."""
-        self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+        if self._rows:  # as transformers' own caches, nothing where there is nothing yet
+            self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
 
     def _select(self, sources: list[int]) -> None:
         if self._store is None:

@@ -66,7 +66,7 @@ class Mask:
         return self._kept[needed]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # pages and masks are handed over in Python
 def paged_mask(**given: Any) -> Mask:
     """The mask function of "paged". Arguments as transformers gives them to one."""
     padding = given.get("attention_mask")
@@ -76,7 +76,7 @@ def paged_mask(**given: Any) -> Mask:
     return Mask(padding, is_plain, given)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # pages and masks are handed over in Python
 def paged_attention_forward(
     module: Any,
     query: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # Freed pages are filled with NaN, and what can be found is sealed: a stale read or stray write is seen in any test.
 KVCacheManager.poison_by_default = True
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models, over which several only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ class OpenVino:
 
     def prepare(self, requests: list[Request]) -> Callable[[], Answer]:
         import numpy as np
-        import openvino  # type: ignore[import-not-found]
+        import openvino  # type: ignore[import-not-found]  # as above
 
         prompts = [openvino.Tensor(np.array([request["prompt"]], dtype=np.int64)) for request in requests]
         settings = []

@@ -8,7 +8,6 @@ import math
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,13 +28,7 @@ WINDOW = 7  # of the tiny models that have one
 MASK = torch.tensor([[1] * 11, [0] * 4 + [1] * 7, [0] * 10 + [1]])  # padding on the left
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Several only wait for each other on so small a model."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -538,6 +531,8 @@ def test_misuse_has_a_message_and_costs_nothing(models: dict[str, Any]) -> None:
     cache = cache_of(model)
     with pytest.raises(PageStateError, match="nothing has been written"):
         _ = cache.manager
+    cache.batch_repeat_interleave(2)  # nothing is there yet to be repeated or chosen
+    cache.reorder_cache(torch.tensor([1, 0]))
     run(model, "paged", cache, tokens, MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0))
     longer = torch.cat((MASK, torch.ones(3, 1, dtype=torch.long)), dim=1)
     shown = longer.clone()
@@ -555,6 +550,8 @@ def test_misuse_has_a_message_and_costs_nothing(models: dict[str, Any]) -> None:
         (lambda: cache.crop(3), ValueError, "as a negative one, not 3"),
         (lambda: cache.crop(-12), ValueError, "12 tokens cannot be removed from 11"),
         (lambda: cache.batch_select_indices(torch.tensor([0, 3])), IndexError, "3"),
+        (lambda: cache.batch_repeat_interleave(0), ValueError, "repeats must be at least 1, not 0"),
+        (lambda: cache.batch_repeat_interleave(-1), ValueError, "repeats must be at least 1, not -1"),
     ):
         with pytest.raises(error, match=message):
             wrong()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,13 +50,7 @@ def llama(vocab: int, eos_bias: float = 0.0) -> Any:
     return model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Several only wait for each other on so small a model."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
